@@ -1,0 +1,1 @@
+"""What a forward pass is fed (rows), the KV layout as data, and the caches built from it."""

@@ -1,0 +1,1 @@
+"""The seams and the loop: draft, acceptance, law, stopping, loop and reference. The model is in decoding/model/."""

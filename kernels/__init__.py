@@ -1,0 +1,1 @@
+"""One folder an op: reference.py, triton.py, cpu.py where a faster CPU path exists."""

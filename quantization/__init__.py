@@ -1,0 +1,1 @@
+"""One file an algorithm, packed formats, calibration, import and export."""

@@ -1,0 +1,1 @@
+"""Tests mirror the package's folders; what they share is imported as decodelab.tests.…"""
