@@ -1,0 +1,214 @@
+"""Where keys and values live: a committed prefix a sequence, and rows staged behind it until a commit keeps some."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .layout import Layout
+from .rows import Rows, forest, segments
+
+# A chain longer than this attends without a mask of its own (`causal_attention`).
+LONG_CHAIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one sequence in one forward: rows `first` to `stop` of it, written from slot `slot` on.
+
+    `keys`: how many slots they look at. `blocked[W]` [rows, B]: what a row must not see of the last B of those slots,
+    for layers of window W (None: no window); no entry where every row sees everything. `causal`: a long chain.
+    """
+
+    sequence: int
+    first: int
+    stop: int
+    slot: int
+    keys: int
+    causal: bool
+    blocked: Mapping[int | None, Bool[Tensor, "rows B"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one forward's rows go; `positions` [T] are prefix + depth, on the cache's device."""
+
+    positions: Int[Tensor, " T"]
+    parts: tuple[Part, ...]
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Rows [0, length) of a sequence are committed; rows behind them are staged and belong to a forest.
+
+    `stage` is called once a forward and says where its rows go, `write` once a layer that owns its keys, `view` once a
+    layer. Several forwards may stage before a commit. `commit` keeps the listed staged rows of each sequence named, in
+    order, and forgets every other staged row, those of the sequences not named included.
+    """
+
+    layout: Layout
+
+    def open(self) -> int: ...
+    def stage(self, rows: Rows) -> Placement: ...
+    def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None: ...
+    def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]: ...
+    def commit(self, keep: Mapping[int, Sequence[int]]) -> None: ...
+    def drop(self) -> None: ...
+    def free(self, sequence: int) -> None: ...
+    def length(self, sequence: int) -> int: ...
+    def room(self, sequence: int) -> int: ...
+    @property
+    def staged(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class DenseCache:
+    """Every sequence has `capacity` slots of its own, allocated at once and zeroed; windows are masks.
+
+    Slots are zeroed, not empty, because blocked slots are still multiplied (by weight zero).
+    """
+
+    def __init__(
+        self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str, align: int = 64
+    ) -> None:
+        self.layout = layout
+        self.capacity = -(-capacity // align) * align
+        self.align = align
+        self.device = torch.device(device)
+        self._windows = sorted({layer.window for layer in layout.layers if layer.window is not None})
+        self._unwindowed = any(layer.window is None for layer in layout.layers)
+        # layers with the same number of heads share one tensor [2, layers, sequences, Hkv, S, D]: a commit is one copy
+        by_heads: dict[int, list[int]] = {}
+        for owner in layout.owners:
+            by_heads.setdefault(layout.layers[owner].kv_heads, []).append(owner)
+        self._storage = [
+            torch.zeros(2, len(owners), sequences, heads, self.capacity, layout.head_dim, dtype=dtype, device=device)
+            for heads, owners in by_heads.items()
+        ]
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        for storage, owners in zip(self._storage, by_heads.values(), strict=True):
+            for i, owner in enumerate(owners):
+                self._k[owner], self._v[owner] = storage[0, i], storage[1, i]
+        self._free = list(range(sequences))[::-1]
+        self._length: dict[int, int] = {}
+        self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in slot order
+        self._parents: list[int] = []  # of all staged rows
+
+    def open(self) -> int:
+        if not self._free:
+            raise ValueError(f"all {len(self._length)} sequences of the cache are in use; free one first")
+        sequence = self._free.pop()
+        self._length[sequence], self._staged_of[sequence] = 0, []
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        if self._staged_of[sequence]:
+            raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is freed")
+        del self._length[sequence], self._staged_of[sequence]
+        self._free.append(sequence)
+
+    def length(self, sequence: int) -> int:
+        """Committed rows."""
+        return self._length[sequence]
+
+    def room(self, sequence: int) -> int:
+        """Rows that may still be staged."""
+        return self.capacity - self._length[sequence] - len(self._staged_of[sequence])
+
+    @property
+    def staged(self) -> int:
+        """Rows staged since the last commit, over all sequences."""
+        return len(self._parents)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self._storage)
+
+    @property
+    def nbytes_formula(self) -> int:
+        """bytes a token × slots a sequence × sequences."""
+        first = self._storage[0]
+        return self.layout.bytes_per_token(first.element_size()) * self.capacity * first.shape[2]
+
+    def stage(self, rows: Rows) -> Placement:
+        if rows.first != self.staged:
+            raise ValueError(f"rows are numbered from {rows.first}, but {self.staged} rows are staged")
+        runs = segments(rows.sequence)
+        for sequence, a, b in runs:  # all or nothing: check before anything is recorded
+            if b - a > self.room(sequence):
+                raise ValueError(
+                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for {self.room(sequence)} "
+                    f"of {self.capacity}; open the cache with prompt + max_new_tokens + the draft's rows"
+                )
+        self._parents += rows.parents.tolist()
+        parts, positions = [], np.empty(len(rows), dtype=np.int64)
+        for sequence, a, b in runs:
+            part, at = self._place(sequence, a, b, rows)
+            parts.append(part)
+            positions[a:b] = at
+        return Placement(torch.from_numpy(positions).to(self.device), tuple(parts))
+
+    def _place(self, sequence: int, a: int, b: int, rows: Rows) -> tuple[Part, np.ndarray]:
+        committed, mine = self._length[sequence], self._staged_of[sequence]
+        earlier, count = len(mine), b - a
+        mine += range(rows.first + a, rows.first + b)
+        slot = committed + earlier
+        if rows.chain and not earlier and count > LONG_CHAIN:
+            return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
+        keys = max(slot + count, self.align)
+        if earlier or not rows.chain:
+            local = {-1: -1} | {number: i for i, number in enumerate(mine)}
+            parents = tuple(local[self._parents[number]] for number in mine)
+        else:
+            parents = tuple(range(-1, count - 1))
+        depth, sees = forest(parents)
+        depth_of = np.array(depth)
+        at = committed + depth_of[earlier:]
+        blocked: dict[int | None, Tensor] = {}
+        if self._unwindowed and (count > 1 or earlier or keys > slot + count):
+            hidden = np.ones((count, keys - committed), dtype=bool)
+            hidden[:, : earlier + count] = ~sees[earlier:]
+            blocked[None] = torch.from_numpy(hidden).to(self.device)
+        for window in self._windows:
+            hidden = np.ones((count, keys), dtype=bool)
+            slots = np.arange(committed)
+            hidden[:, :committed] = slots[None] <= at[:, None] - window
+            near = depth_of[None] > depth_of[earlier:, None] - window
+            hidden[:, committed : committed + earlier + count] = ~(sees[earlier:] & near)
+            blocked[window] = torch.from_numpy(hidden).to(self.device)
+        return Part(sequence, a, b, slot, keys, False, blocked), at
+
+    def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
+        """k and v of the part's own rows, keys already rotated to their positions."""
+        stop = part.slot + part.stop - part.first
+        self._k[layer][part.sequence, :, part.slot : stop] = k.transpose(0, 1)
+        self._v[layer][part.sequence, :, part.slot : stop] = v.transpose(0, 1)
+
+    def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
+        """What the layer's rows look at: the owner's first `part.keys` slots."""
+        owner = self.layout.layers[layer].owner
+        return self._k[owner][part.sequence, :, : part.keys], self._v[owner][part.sequence, :, : part.keys]
+
+    def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
+        for sequence, kept in keep.items():
+            local = {number: i for i, number in enumerate(self._staged_of[sequence])}
+            source = [local[number] for number in kept]
+            start = self._length[sequence]
+            if source != list(range(len(source))):
+                at = torch.tensor(source, device=self.device) + start
+                for storage in self._storage:  # indexing copies before it writes, so overlaps are safe
+                    storage[:, :, sequence, :, start : start + len(source)] = storage[:, :, sequence, :, at]
+            self._length[sequence] = start + len(source)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget every staged row."""
+        self._parents.clear()
+        for mine in self._staged_of.values():
+            mine.clear()

@@ -1,0 +1,105 @@
+"""What a model of the Llama family is made of, read from transformers' configs."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...attention.layout import Layout, uniform
+from ..errors import UserError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and switches of one decoder. `rotates[l]`: layer l applies RoPE (SmolLM3 leaves it out of some)."""
+
+    architecture: str
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    mlp_dim: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rotates: tuple[bool, ...]
+    inv_freq: tuple[float, ...]
+    rope_scale: float
+    layout: Layout
+
+    @property
+    def head_dim(self) -> int:
+        return self.layout.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.layout.layers[0].kv_heads
+
+    @staticmethod
+    def from_hf(config: PretrainedConfig) -> "ModelConfig":
+        """Refuses an architecture or a RoPE variant that the decoder does not compute, by name."""
+        kind = config.model_type
+        if kind not in SUPPORTED:
+            raise UserError(f"architecture {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
+        if config.hidden_act not in ("silu", "swish"):
+            raise UserError(f"activation {config.hidden_act!r} of {kind} is not supported; supported: silu")
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = config.num_key_value_heads or heads
+        if heads % kv_heads:
+            raise UserError(f"{kind}: {heads} attention heads are not a multiple of {kv_heads} KV heads")
+        layers = config.num_hidden_layers
+        no_rope = getattr(config, "no_rope_layers", None)  # 1 means that the layer does rotate
+        inv_freq, scale = _rope(config, head_dim)
+        return ModelConfig(
+            architecture=kind,
+            vocab=config.vocab_size,
+            dim=config.hidden_size,
+            layers=layers,
+            heads=heads,
+            mlp_dim=config.intermediate_size,
+            max_positions=config.max_position_embeddings,
+            norm_eps=config.rms_norm_eps,
+            tied=bool(config.tie_word_embeddings),
+            qkv_bias=kind == "qwen2" or bool(getattr(config, "attention_bias", False)),
+            output_bias=kind != "qwen2" and bool(getattr(config, "attention_bias", False)),
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            rotates=tuple(bool(r) for r in no_rope[:layers]) if no_rope else (True,) * layers,
+            inv_freq=tuple(inv_freq.tolist()),
+            rope_scale=scale,
+            layout=uniform(layers, kv_heads, head_dim, _windows(config, layers)),
+        )
+
+
+def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
+    """Mistral windows every layer; the others the layers that their config calls sliding, if they slide at all."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type == "mistral":
+        return [window] * layers
+    if window is None or not getattr(config, "use_sliding_window", False):
+        return [None] * layers
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def _rope(config: PretrainedConfig, head_dim: int) -> tuple[Float[torch.Tensor, " half"], float]:
+    """(inverse frequencies [D/2], factor on cos and sin)."""
+    parameters = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind not in _ROPE:
+        raise UserError(f"RoPE type {kind!r} is not supported; supported: {', '.join(_ROPE)}")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported; only 1.0 is")
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / parameters["rope_theta"] ** exponent, 1.0

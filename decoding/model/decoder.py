@@ -1,0 +1,184 @@
+"""The lean decoder: the Llama family over rows of many sequences, one fused product where others have three."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ...attention.cache import Cache, DenseCache, Placement
+from ...attention.rows import Rows
+from ...kernels.linear import Linear
+from ...kernels.verify_attention import ALIGN, causal_attention, verify_attention
+from ..errors import UserError
+from .config import ModelConfig
+
+# The residual stream that enters layer i (i = layers: that leaves the last one), or what the unembedding reads.
+Tap = int | Literal["final"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """`logits` [R, V] of the rows asked for, in the model's dtype; `hidden[tap]` [T, dim] of all rows."""
+
+    logits: Float[Tensor, "R V"]
+    hidden: dict[Tap, Float[Tensor, "T dim"]]
+
+
+class Block(nn.Module):
+    """One layer. Linear layers are attributes so that a quantiser can put others in their place."""
+
+    def __init__(self, config: ModelConfig, layer: int, tensors: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        c = config
+        self.layer, self.heads, self.head_dim, self.eps = layer, c.heads, c.head_dim, c.norm_eps
+        entry = c.layout.layers[layer]
+        self.kv_heads, self.window, self.owns, self.rotates = entry.kv_heads, entry.window, entry.owner == layer, c.rotates[layer]
+        self.scale = c.head_dim**-0.5
+        at = f"model.layers.{layer}."
+
+        def joined(names: Sequence[str], where: str, bias: bool) -> Linear:
+            weight = torch.cat([tensors(f"{at}{where}.{n}.weight") for n in names])
+            return Linear(weight, torch.cat([tensors(f"{at}{where}.{n}.bias") for n in names]) if bias else None)
+
+        self.qkv = joined(("q_proj", "k_proj", "v_proj") if self.owns else ("q_proj",), "self_attn", c.qkv_bias)
+        self.output = joined(("o_proj",), "self_attn", c.output_bias)
+        self.gate_up = joined(("gate_proj", "up_proj"), "mlp", c.mlp_bias)
+        self.down = joined(("down_proj",), "mlp", c.mlp_bias)
+        self.attention_norm = tensors(f"{at}input_layernorm.weight")
+        self.mlp_norm = tensors(f"{at}post_attention_layernorm.weight")
+        self.qk_norm = None
+        if c.qk_norm:  # one weight a head, queries' then keys', so that both are normed in one call
+            q, k = tensors(f"{at}self_attn.q_norm.weight"), tensors(f"{at}self_attn.k_norm.weight")
+            self.qk_norm = torch.cat([q.expand(c.heads, -1), k.expand(self.kv_heads, -1)])
+
+    def forward(
+        self, x: Float[Tensor, "T dim"], cos: Tensor, sin: Tensor, cache: Cache, place: Placement
+    ) -> Float[Tensor, "T dim"]:
+        x = x + self.output(self._attend(F.rms_norm(x, x.shape[1:], self.attention_norm, self.eps), cos, sin, cache, place))
+        gate, up = self.gate_up(F.rms_norm(x, x.shape[1:], self.mlp_norm, self.eps)).chunk(2, -1)
+        return x + self.down(F.silu(gate).mul_(up))
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, place: Placement) -> Tensor:
+        T, H, D = x.shape[0], self.heads, self.head_dim
+        heads = self.qkv(x).view(T, -1, D)
+        qk = heads[:, : H + self.kv_heads] if self.owns else heads
+        if self.qk_norm is not None:
+            qk = F.rms_norm(qk, (D,), None, self.eps) * self.qk_norm[: qk.shape[1]]
+        if self.rotates:  # sin carries the sign of the half that is turned
+            qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+        q = qk[:, :H]
+        parts = []
+        for part in place.parts:
+            a, b = part.first, part.stop
+            if self.owns:
+                cache.write(self.layer, part, qk[a:b, H:], heads[a:b, H + self.kv_heads :])
+            k, v = cache.view(self.layer, part)
+            mine = q[a:b].contiguous()
+            if part.causal:
+                parts.append(causal_attention(mine, k, v, self.scale, self.window))
+            else:
+                parts.append(verify_attention(mine, k, v, part.blocked.get(self.window), self.scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Decoder(nn.Module):
+    """A model of the Llama family, in one dtype on one device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`tensors` has transformers' parameter names. `progress(done, total)` is called after each layer."""
+        super().__init__()
+
+        def read(name: str) -> Tensor:
+            try:
+                return tensors[name].to(device=device, dtype=dtype)
+            except KeyError:
+                raise UserError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another model") from None
+
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.embedding = read("model.embed_tokens.weight")
+        if self.embedding.shape != (config.vocab, config.dim):
+            raise UserError(f"embedding is {tuple(self.embedding.shape)}, but the config says {(config.vocab, config.dim)}")
+        blocks = []
+        for layer in range(config.layers):
+            blocks.append(Block(config, layer, read))
+            if progress is not None:
+                progress(layer + 1, config.layers)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = read("model.norm.weight")
+        self.unembedding = Linear(self.embedding if config.tied else read("lm_head.weight"))
+        self._grow(0)
+
+    def _grow(self, positions: int) -> None:
+        """cos and sin [P, 1, D] of the first positions, in float32 and then rounded, as transformers does."""
+        angle = torch.outer(torch.arange(positions).float(), torch.tensor(self.config.inv_freq))
+        turned = torch.cat([angle, angle], -1)[:, None] if positions else torch.zeros(0, 1, self.config.head_dim)
+        sign = torch.ones(self.config.head_dim)
+        sign[: self.config.head_dim // 2] = -1
+        scale = self.config.rope_scale
+        self.cos = (turned.cos() * scale).to(self.device, self.dtype)
+        self.sin = (turned.sin() * scale * sign).to(self.device, self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one forward of a few rows reads: everything but the embedding table's other rows."""
+        linears = [m for m in self.modules() if isinstance(m, Linear)]
+        return sum(m.nbytes for m in linears)
+
+    @property
+    def implementation(self) -> dict[str, str]:
+        """Which code computes what, for a run's record."""
+        products = sorted({m.implementation for m in self.modules() if isinstance(m, Linear)})
+        return {"linear": ", ".join(products), "attention": "row-wise float32" if self.device.type == "cpu" else "torch sdpa"}
+
+    def open_cache(self, sequences: int, capacity: int) -> DenseCache:
+        """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences."""
+        self._reach(capacity)
+        return DenseCache(
+            self.config.layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device, align=ALIGN
+        )
+
+    def _reach(self, positions: int) -> None:
+        if positions > self.cos.shape[0]:
+            self._grow(-(-positions // 1024) * 1024)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Rows,
+        cache: Cache,
+        *,
+        logits_of: Int[Tensor, " R"] | None = None,
+        taps: Collection[Tap] = (),
+        layers: Sequence[int] | None = None,
+    ) -> Output:
+        """Stage `rows` in the cache and score them. `logits_of`: the rows whose logits are wanted (None: all)."""
+        place = cache.stage(rows)
+        self._reach(cache.capacity if isinstance(cache, DenseCache) else int(place.positions.max()) + 1)
+        cos, sin = self.cos[place.positions], self.sin[place.positions]
+        x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
+        hidden: dict[Tap, Tensor] = {}
+        for layer in range(len(self.blocks)) if layers is None else layers:
+            if layer in taps:
+                hidden[layer] = x
+            x = self.blocks[layer](x, cos, sin, cache, place)
+        if len(self.blocks) in taps:
+            hidden[len(self.blocks)] = x
+        if "final" not in taps and logits_of is not None:
+            x = F.rms_norm(x[logits_of.to(self.device)], x.shape[1:], self.norm, self.config.norm_eps)
+            return Output(self.unembedding(x), hidden)
+        x = F.rms_norm(x, x.shape[1:], self.norm, self.config.norm_eps)
+        if "final" in taps:
+            hidden["final"] = x
+        return Output(self.unembedding(x if logits_of is None else x[logits_of.to(self.device)]), hidden)

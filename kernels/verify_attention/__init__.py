@@ -1,0 +1,37 @@
+"""Attention of a few new rows of one sequence over its keys, for decoding and for verifying a forest of drafts."""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from . import rowwise, sdpa
+from .reference import verify_attention_reference
+
+__all__ = ["ALIGN", "causal_attention", "verify_attention", "verify_attention_reference"]
+
+ALIGN = rowwise.ALIGN
+
+
+def verify_attention(
+    q: Float[Tensor, "T Hq D"],
+    k: Float[Tensor, "Hkv S D"],
+    v: Float[Tensor, "Hkv S D"],
+    blocked: Bool[Tensor, "T B"] | None,
+    scale: float,
+) -> Float[Tensor, "T HqD"]:
+    """softmax(q kᵀ · scale) v with query head h reading KV head h // (Hq / Hkv).
+
+    `blocked[i, j]`: row i must not see key S − B + j; keys before S − B are seen by all rows. None: all are seen.
+    """
+    path = rowwise if q.device.type == "cpu" else sdpa
+    return path.verify(q, k, v, blocked, scale)
+
+
+def causal_attention(
+    q: Float[Tensor, "T Hq D"],
+    k: Float[Tensor, "Hkv S D"],
+    v: Float[Tensor, "Hkv S D"],
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "T HqD"]:
+    """The same for a long chain: row i is key S − T + i and sees the keys up to itself, or the last `window` of them."""
+    return sdpa.causal(q, k, v, scale, window)
