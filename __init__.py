@@ -1,7 +1,7 @@
 """decodelab: decoding strategies for language models, composed in a config and measured against plain decoding.
 
-Nothing is imported here: pytest may import this file a second time under the clone's name, and `decodelab --help` should
-not wait for torch. The public names come on first use.
+Nothing is imported here: pytest may import this file a second time under the clone's name, and `decodelab --help`
+should not wait for torch. The public names come on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,1 +1,1 @@
-"""Hydra groups: one folder a group, one YAML file a choice. Keys are constructor keywords, `_target_` is the registry."""
+"""Hydra groups: a folder a group, a YAML file a choice. Keys are constructor keywords; `_target_` is the registry."""

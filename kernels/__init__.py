@@ -33,8 +33,8 @@ def _give_way(hidden: ModuleSpec) -> None:
         raise
 
 
-# transformers imports Hugging Face's `kernels` by that name. In a script or notebook started in the repository's root it
-# finds this folder first, and `import transformers` would fail for want of the names it looks for. Where the real package
-# is not installed, transformers finds no version here and goes without.
+# transformers imports Hugging Face's `kernels` by that name. In a script or notebook started in the repository's root
+# it finds this folder first, and `import transformers` would fail for want of the names it looks for. Where the real
+# package is not installed, transformers finds no version here and goes without.
 if __name__ == "kernels" and (_hidden := _hidden_package()) is not None:
     _give_way(_hidden)

@@ -35,7 +35,9 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         tensor = allocate(*args, **kwargs)
         if tensor.is_floating_point():
             return tensor.fill_(float("nan"))
-        return tensor if tensor.is_complex() or tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+        if tensor.is_complex() or tensor.dtype == torch.bool:
+            return tensor
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
 
     return empty
 
