@@ -52,7 +52,7 @@ def test_public_names_come_from_the_api(name):
 
 def test_shapes_are_checked_in_tests():
     loaded = importlib.import_module("decodelab.attention.rows")
-    assert type(loaded.__spec__.loader).__module__ == "jaxtyping._import_hook"
+    assert type(loaded.__loader__).__module__ == "jaxtyping._import_hook"
 
 
 def test_fresh_memory_is_poisoned():

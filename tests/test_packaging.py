@@ -13,6 +13,7 @@ import tomllib
 import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -61,7 +62,7 @@ def _run(*command: object, cwd: Path, **variables: object) -> str:
     return done.stdout + done.stderr
 
 
-def _project() -> dict:
+def _project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -104,9 +105,7 @@ def test_the_wheel_holds_what_git_holds_and_works_from_any_folder(tmp_path):
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     ours = {name for name in files() if name.parts[0] in FOLDERS or name.name == "py.typed"}
     ours |= {name for name in files() if len(name.parts) == 1 and name.suffix == ".py"}
-    assert packed == {f"decodelab/{name.as_posix()}" for name in ours}, (
-        "tool.setuptools in pyproject.toml lists files"
-    )
+    assert packed == {f"decodelab/{name.as_posix()}" for name in ours}, "tool.setuptools in pyproject.toml lists files"
 
     elsewhere.mkdir()
     said = _run(sys.executable, "-c", START, cwd=elsewhere, PYTHONPATH=site)
