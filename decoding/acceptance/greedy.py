@@ -1,0 +1,46 @@
+"""Keep the longest path on which every token is the target's argmax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..draft import Draft, Shape
+from ..law import BadWord, Law, LawSettings
+from ..noise import Noise
+from .rule import Guarantee, Verdict, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Emits what plain greedy decoding emits, token for token, whatever is drafted. Penalties apply before the argmax."""
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram: int = 0
+    bad_words: tuple[BadWord, ...] = ()
+    min_new_tokens: int = 0
+
+    guarantee: Guarantee = "same tokens"
+    shapes: tuple[Shape, ...] = ("chain", "tree", "forest")
+    needs_q: bool = False
+    reads: Literal["path", "all rows"] = "path"
+
+    def __post_init__(self) -> None:
+        self.law()
+
+    def law(self) -> LawSettings:
+        return LawSettings(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            no_repeat_ngram=self.no_repeat_ngram,
+            bad_words=tuple(self.bad_words),
+            min_new_tokens=self.min_new_tokens,
+        )
+
+    def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
+        def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:
+            token = law.choose(row, noise, offset)
+            return next((c for c in candidates if draft.tokens[c] == token), None), token
+
+        return walk(draft, decide)

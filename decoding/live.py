@@ -1,0 +1,149 @@
+"""One sequence while it runs: what it may draft, what a verdict leaves of a draft, and what its drafter is told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..attention.cache import Cache
+from ..attention.rows import Rows
+from .acceptance import Verdict
+from .draft import Draft, Needs, Room, Seen
+from .errors import UserError
+from .events import Generation, Step
+from .model.decoder import Output
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`path`: the draft's rows that were emitted, root to leaf; `run`: the tokens emitted, the last of them not cached."""
+
+    path: tuple[int, ...]
+    run: tuple[int, ...]
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The draft's rows that the cache keeps behind the root row."""
+        return self.path[: len(self.run) - 1]
+
+
+@dataclass(slots=True)
+class Live:
+    request: Request
+    slot: int
+    out: Generation
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    state: Any = None
+
+    @property
+    def pending(self) -> int:
+        """The last emitted token: decided, not yet in the cache."""
+        return self.tokens[-1]
+
+    def room(self, cache: Cache, nodes: int, depth: int) -> Room:
+        """A step emits one token more than it accepts, so a draft may be one shorter than what is left."""
+        left = self.request.stop.limit - len(self.out.tokens) - 1
+        return Room(max(0, min(depth, left)), max(0, min(nodes, cache.room(self.slot) - 1)) if left > 0 else 0)
+
+    def check(self, draft: Draft, room: Room, vocab: int, drafter: str) -> None:
+        """A drafter of the user's may err; the loop says so instead of writing past the cache."""
+        if len(draft) > room.rows or draft.depth > room.depth:
+            raise UserError(
+                f"{drafter} drafted {len(draft)} rows of depth {draft.depth}, but there is room for {room.rows} rows of "
+                f"depth {room.depth}; keep to the room that propose is given"
+            )
+        if draft.tokens and not (0 <= min(draft.tokens) and max(draft.tokens) < vocab):
+            raise UserError(f"{drafter} drafted token id {max(draft.tokens)}, but the target's vocabulary ends at {vocab - 1}")
+
+    def take(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "K1 V"] | None) -> Kept:
+        """Emit what the stop rule leaves of a verdict. `logits` of the root and the draft's rows, where log p is wanted."""
+        run = [*(draft.tokens[row] for row in verdict.path), verdict.next]
+        count, self.out.reason = self.request.stop.cut(self.out.tokens, run)
+        kept = Kept(verdict.path[:count], tuple(run[:count]))
+        if self.out.logprobs is not None and logits is not None:
+            rows = [0, *(row + 1 for row in verdict.path)][:count]
+            log_p = torch.log_softmax(logits[rows].float(), -1)
+            self.out.logprobs += log_p[range(count), list(kept.run)].tolist()
+        self.out.tokens += kept.run
+        self.tokens += kept.run
+        return kept
+
+    def step(self, number: int, batch: int, draft: Draft, kept: Kept, sources: Sequence[str], kv_bytes: int) -> Step:
+        return Step(
+            request=self.out.request,
+            step=number,
+            batch=batch,
+            drafted=sum(draft.judged),
+            verified=1 + len(draft),
+            depth=draft.depth,
+            accepted=len(kept.path),
+            emitted=len(kept.run),
+            sources=tuple(sources[draft.source[row]] for row in kept.path),
+            also_proposed=tuple(_rivals(draft, row, sources) for row in kept.path),
+            kv_bytes=kv_bytes,
+        )
+
+
+def _rivals(draft: Draft, kept: int, sources: Sequence[str]) -> tuple[str, ...]:
+    """The other sources that offered the kept row's token in the same place."""
+    same = (
+        i
+        for i in range(len(draft))
+        if i != kept and draft.judged[i] and (draft.parents[i], draft.tokens[i]) == (draft.parents[kept], draft.tokens[kept])
+    )
+    names = dict.fromkeys(sources[draft.source[i]] for i in same)
+    return tuple(name for name in names if name != sources[draft.source[kept]])
+
+
+def assemble(live: Sequence[Live], drafts: Sequence[Draft]) -> tuple[Rows, list[int]]:
+    """(the rows of one verification, where each sequence's rows begin): its last emitted token, then its draft."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    owner: list[int] = []
+    starts: list[int] = []
+    for s, draft in zip(live, drafts, strict=True):
+        at = len(tokens)
+        starts.append(at)
+        tokens += [s.pending, *draft.tokens]
+        parents += [-1, *(at + 1 + parent for parent in draft.parents)]
+        owner += [s.slot] * (1 + len(draft))
+    chain = all(draft.is_chain for draft in drafts)
+    return Rows(torch.tensor(tokens), torch.tensor(parents), torch.tensor(owner), chain=chain), starts
+
+
+def seen(s: Live, kept: Kept, draft: Draft, out: Output, argmax: list[int], at: int, needs: Needs) -> Seen:
+    """What the drafter is told of one verification; `at` is where the sequence's rows begin in it."""
+    rows = slice(at, at + 1 + len(draft))
+    committed = [at, *(at + 1 + row for row in kept.cached)]
+    return Seen(
+        tokens=kept.run,
+        position=len(s.tokens) - len(kept.run),
+        own_path=kept.path,
+        argmax=tuple(argmax[rows]) if needs.argmax else None,
+        topk=_topk(out.logits[rows], needs.topk),
+        hidden={tap: h[rows] for tap, h in out.hidden.items()} if needs.taps else None,
+        committed={tap: h[committed] for tap, h in out.hidden.items()} if needs.taps else None,
+    )
+
+
+def seen_prompt(s: Live, at: int, size: int, out: Output, needs: Needs) -> Seen:
+    """What it is told of prompt rows [at, at + size); behind the last of them stands the first generated token."""
+    last = at + size == len(s.request.prompt)
+    told = bool(needs.taps) and (needs.prefill_hidden or last)
+    return Seen(
+        tokens=tuple(s.tokens[at + 1 : at + size + 1]),
+        position=at + 1,
+        prefill=True,
+        argmax=(int(out.logits[0].argmax()),) if needs.argmax and last else None,
+        topk=_topk(out.logits, needs.topk) if last else None,
+        hidden={tap: h[-1:] for tap, h in out.hidden.items()} if told and last else None,
+        committed=out.hidden if told and needs.prefill_hidden else None,
+    )
+
+
+def _topk(logits: Tensor, k: int) -> tuple[tuple[int, ...], ...] | None:
+    return tuple(map(tuple, logits.topk(k, -1).indices.tolist())) if k else None

@@ -1,0 +1,147 @@
+"""The one loop: draft → verify → cut → commit → observe. Read this file first."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..attention.cache import Cache
+from ..attention.rows import chains
+from .acceptance import Acceptance
+from .draft import EMPTY, Drafter, Opened
+from .events import Clock, Generation, Prefill, Step
+from .law import Law
+from .live import Live, assemble, seen, seen_prompt
+from .model.decoder import Decoder
+from .noise import Noise
+from .reference import PREFILL_CHUNK
+from .request import Request
+
+
+def decode(
+    target: Decoder,
+    requests: Sequence[Request],
+    drafter: Drafter[Any],
+    acceptance: Acceptance,
+    *,
+    seed: int = 0,
+    budget: int | None = None,
+    logprobs: bool = False,
+) -> Iterator[list[Generation]]:
+    """Yields the generations after each step, all of them growing in place. `budget`: most draft rows a sequence."""
+    begin, clock = time.perf_counter(), Clock(target.device)
+    needs, gives, vocab = drafter.needs, drafter.gives, target.config.vocab
+    nodes = gives.rows if budget is None else min(budget, gives.rows)
+    cache = target.open_cache(len(requests), max(len(r.prompt) + r.stop.limit + nodes for r in requests))
+    out = [Generation(i, len(r.prompt), logprobs=[] if logprobs else None) for i, r in enumerate(requests)]
+    live = [Live(r, cache.open(), g, list(r.prompt)) for r, g in zip(requests, out, strict=True)]
+    laps: list[tuple[list[Any], list[Step]]] = []
+    prefilled: list[tuple[list[Any], Live]] = []
+    try:
+        for s in live:
+            prefilled.append((_prefill(target, cache, drafter, acceptance, s, seed, clock), s))
+            s.out.delivered.append((time.perf_counter() - begin, 1))
+        yield out
+
+        while live := _running(live, drafter, cache):
+            marks = [clock.mark()]
+            room = [s.room(cache, nodes, gives.depth) for s in live]
+            noise = [Noise(seed, s.request.key, len(s.out.tokens)) for s in live]
+            marks.append(clock.mark())
+            if any(r.rows for r in room):
+                drafts = drafter.propose([s.state for s in live], room, noise)
+            else:
+                drafts = [EMPTY] * len(live)
+            marks.append(clock.mark())
+
+            for s, draft, r in zip(live, drafts, room, strict=True):
+                s.check(draft, r, vocab, drafter.sources[0])
+            rows, at = assemble(live, drafts)
+            marks.append(clock.mark())
+            verified = target(rows, cache, taps=needs.taps)
+            argmax = verified.logits.argmax(-1).tolist()
+            marks.append(clock.mark())
+
+            kept = []
+            for s, draft, a, n in zip(live, drafts, at, noise, strict=True):
+                mine = slice(a, a + 1 + len(draft))
+                logits = verified.logits[mine]
+                law = Law(s.request.processors, logits, s.tokens, draft.tokens, draft.parents, argmax[mine])
+                kept.append(s.take(draft, acceptance.judge(draft, law, n), logits))
+            marks.append(clock.mark())
+            cache.commit({s.slot: [a, *(a + 1 + row for row in k.cached)] for s, k, a in zip(live, kept, at, strict=True)})
+            marks.append(clock.mark())
+
+            each = list(zip(live, kept, drafts, at, strict=True))
+            news = [seen(s, k, draft, verified, argmax, a, needs) for s, k, draft, a in each]
+            for s, state in zip(live, drafter.observe([s.state for s in live], news), strict=True):
+                s.state = state
+            marks.append(clock.mark())
+            steps = [s.step(len(laps), len(live), d, k, drafter.sources, cache.nbytes) for s, k, d, _ in each]
+            laps.append((marks, steps))
+            for s, step in zip(live, steps, strict=True):
+                step.at_s = time.perf_counter() - begin
+                s.out.delivered.append((step.at_s, step.emitted))
+                s.out.steps.append(step)
+            marks.append(clock.mark())
+            yield out
+    finally:
+        for s in live:
+            if s.state is not None:
+                drafter.finish(s.state)
+        clock.settle()
+        for marks, s in prefilled:
+            start, forward, told = clock.between(marks)
+            s.out.prefill = Prefill(s.out.request, len(s.request.prompt), forward, start + told)
+        for marks, steps in laps:
+            room_s, propose, build, verify, accept, commit, observe, book = clock.between(marks)
+            for step in steps:
+                step.draft_s, step.verify_s, step.accept_s, step.commit_s = propose + observe, verify, accept, commit
+                step.other_s = room_s + build + book
+
+
+def _prefill(
+    target: Decoder, cache: Cache, drafter: Drafter[Any], acceptance: Acceptance, s: Live, seed: int, clock: Clock
+) -> list[Any]:
+    """Read the prompt in chunks and decide the first token. Returns the marks: start, forwards, what the drafter did."""
+    marks = [clock.mark()]
+    opened = Opened(s.request.prompt, s.request.documents, s.request.stop.limit, s.slot, cache)
+    (s.state,) = drafter.start([opened])
+    marks.append(clock.mark())
+    prompt, needs = s.request.prompt, drafter.needs
+    pieces = []
+    for at in range(0, len(prompt), PREFILL_CHUNK):
+        piece = prompt[at : at + PREFILL_CHUNK]
+        last = at + len(piece) == len(prompt)
+        taps = needs.taps if needs.prefill_hidden or last else ()
+        out = target(chains([piece], [s.slot]), cache, logits_of=torch.tensor([len(piece) - 1]), taps=taps)
+        cache.commit({s.slot: range(len(piece))})
+        pieces.append((at, len(piece), out))
+    law = Law(s.request.processors, out.logits, s.tokens, argmax=out.logits.argmax(-1).tolist())
+    s.take(EMPTY, acceptance.judge(EMPTY, law, Noise(seed, s.request.key, 0)), out.logits)
+    marks.append(clock.mark())
+    for at, size, out in pieces:
+        (s.state,) = drafter.observe([s.state], [seen_prompt(s, at, size, out, needs)])
+    marks.append(clock.mark())
+    return marks
+
+
+def _running(live: list[Live], drafter: Drafter[Any], cache: Cache) -> list[Live]:
+    """The sequences that go on; the others are handed back to the drafter and the cache."""
+    for s in live:
+        if s.out.reason is not None:
+            drafter.finish(s.state)
+            s.state = None
+            cache.free(s.slot)
+    return [s for s in live if s.out.reason is None]
+
+
+def generate(
+    target: Decoder, requests: Sequence[Request], drafter: Drafter[Any], acceptance: Acceptance, **options: Any
+) -> list[Generation]:
+    """Every request to its end."""
+    out: list[Generation] = []
+    for out in decode(target, requests, drafter, acceptance, **options):
+        pass
+    return out

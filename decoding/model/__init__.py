@@ -1,0 +1,1 @@
+"""The lean transformer and where its weights come from."""
