@@ -146,8 +146,21 @@ def test_a_script_in_the_root_finds_hugging_face_kernels(stand_in):
         assert str(stand_in) in said
 
 
+AT_EXIT = """
+import atexit
+@atexit.register
+def report():
+    from transformers.integrations import hub_kernels
+    import kernels
+    print("found", kernels.__file__, hub_kernels.is_kernels_available())
+"""
+
+
 def test_the_command_in_the_root_finds_hugging_face_kernels(stand_in):
-    said = _run(Path(sys.executable).with_name("decodelab"), "check", cwd=ROOT, PYTHONPATH=stand_in)
+    (stand_in / "sitecustomize.py").write_text(AT_EXIT)  # no command needs transformers and no weights
+    command = Path(sys.executable).with_name("decodelab")
+    said = _run(command, "run", "--cfg", "job", cwd=ROOT, PYTHONPATH=stand_in)
+    assert f"found {stand_in / 'kernels' / '__init__.py'} True" in said
     assert "hides" not in said
 
 
