@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..attention.cache import Cache
-from .law import LawSettings
+from .law import LawSettings, Processors
 from .model.decoder import Decoder, Tap
 from .noise import Noise
 
@@ -119,11 +119,15 @@ class Gives:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a drafter may know of a request: never its gold. `prompt` holds earlier output too when a request resumes."""
+    """What a drafter may know of a request: never its gold. `prompt` holds earlier output too when a request resumes.
+
+    `cache` is the target's, where the request is `sequence`; `processors` make the target's law out of logits.
+    """
 
     prompt: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
     max_new_tokens: int
+    processors: Processors
     sequence: int
     cache: Cache
 

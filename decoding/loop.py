@@ -38,7 +38,12 @@ def decode(
     live = [Live(r, cache.open(), g, list(r.prompt)) for r, g in zip(requests, out, strict=True)]
     laps: list[tuple[list[Any], list[Step]]] = []
     prefilled: list[tuple[list[Any], Live]] = []
+    starting = [clock.mark()]
     try:
+        opened = [Opened(r.prompt, r.documents, r.stop.limit, r.processors, s.slot, cache) for r, s in zip(requests, live, strict=True)]
+        for s, state in zip(live, drafter.start(opened), strict=True):
+            s.state = state
+        starting.append(clock.mark())
         for s in live:
             prefilled.append((_prefill(target, cache, drafter, acceptance, s, seed, clock), s))
             s.out.delivered.append((time.perf_counter() - begin, 1))
@@ -91,9 +96,10 @@ def decode(
             if s.state is not None:
                 drafter.finish(s.state)
         clock.settle()
+        (start,) = clock.between(starting) or [0.0]
         for marks, s in prefilled:
-            start, forward, told = clock.between(marks)
-            s.out.prefill = Prefill(s.out.request, len(s.request.prompt), forward, start + told)
+            forward, told = clock.between(marks)
+            s.out.prefill = Prefill(s.out.request, len(s.request.prompt), forward, start / len(requests) + told)
         for marks, steps in laps:
             room_s, propose, build, verify, accept, commit, observe, book = clock.between(marks)
             for step in steps:
@@ -104,11 +110,8 @@ def decode(
 def _prefill(
     target: Decoder, cache: Cache, drafter: Drafter[Any], acceptance: Acceptance, s: Live, seed: int, clock: Clock
 ) -> list[Any]:
-    """Read the prompt in chunks and decide the first token. Returns the marks: start, forwards, what the drafter did."""
+    """Read the prompt in chunks and decide the first token. Returns the marks around the forwards and the drafter's part."""
     marks = [clock.mark()]
-    opened = Opened(s.request.prompt, s.request.documents, s.request.stop.limit, s.slot, cache)
-    (s.state,) = drafter.start([opened])
-    marks.append(clock.mark())
     prompt, needs = s.request.prompt, drafter.needs
     pieces = []
     for at in range(0, len(prompt), PREFILL_CHUNK):
