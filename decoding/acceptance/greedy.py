@@ -1,7 +1,7 @@
 """Keep the longest path on which every token is the target's argmax."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..draft import Draft, Shape
 from ..law import BadWord, Law, LawSettings
@@ -20,10 +20,10 @@ class Greedy:
     bad_words: tuple[BadWord, ...] = ()
     min_new_tokens: int = 0
 
-    guarantee: Guarantee = "same tokens"
-    shapes: tuple[Shape, ...] = ("chain", "tree", "forest")
-    needs_q: bool = False
-    reads: Literal["path", "all rows"] = "path"
+    guarantee: ClassVar[Guarantee] = "same tokens"
+    shapes: ClassVar[tuple[Shape, ...]] = ("chain", "tree", "forest")
+    needs_q: ClassVar[bool] = False
+    reads: ClassVar[Literal["path", "all rows"]] = "path"
 
     def __post_init__(self) -> None:
         self.law()

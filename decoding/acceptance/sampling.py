@@ -7,7 +7,7 @@ one-hot candidates alone the output equals plain sampling token for token.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -34,10 +34,10 @@ class Sampling:
     bad_words: tuple[BadWord, ...] = ()
     min_new_tokens: int = 0
 
-    guarantee: Guarantee = "same law"
-    shapes: tuple[Shape, ...] = ("chain", "tree", "forest")
-    needs_q: bool = False
-    reads: Literal["path", "all rows"] = "path"
+    guarantee: ClassVar[Guarantee] = "same law"
+    shapes: ClassVar[tuple[Shape, ...]] = ("chain", "tree", "forest")
+    needs_q: ClassVar[bool] = False
+    reads: ClassVar[Literal["path", "all rows"]] = "path"
 
     def __post_init__(self) -> None:
         self.law()
