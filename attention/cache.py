@@ -65,6 +65,8 @@ class Cache(Protocol):
     def staged(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
 
 
 class DenseCache:
@@ -131,10 +133,9 @@ class DenseCache:
         return sum(storage.nbytes for storage in self._storage)
 
     @property
-    def nbytes_formula(self) -> int:
-        """bytes a token × slots a sequence × sequences."""
-        first = self._storage[0]
-        return self.layout.bytes_per_token(first.element_size()) * self.capacity * first.shape[2]
+    def slots(self) -> int:
+        """Tokens that fit, over all sequences: `nbytes` is the layout's bytes a token times this."""
+        return self.capacity * self._storage[0].shape[2]
 
     def stage(self, rows: Rows) -> Placement:
         if rows.first != self.staged:

@@ -42,6 +42,7 @@ class Step:
     sources: tuple[str, ...]
     also_proposed: tuple[tuple[str, ...], ...]
     kv_bytes: int
+    kv_slots: int
     at_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

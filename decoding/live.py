@@ -72,7 +72,7 @@ class Live:
         self.tokens += kept.run
         return kept
 
-    def step(self, number: int, batch: int, draft: Draft, kept: Kept, sources: Sequence[str], kv_bytes: int) -> Step:
+    def step(self, number: int, batch: int, draft: Draft, kept: Kept, sources: Sequence[str], cache: Cache) -> Step:
         return Step(
             request=self.out.request,
             step=number,
@@ -84,7 +84,8 @@ class Live:
             emitted=len(kept.run),
             sources=tuple(sources[draft.source[row]] for row in kept.path),
             also_proposed=tuple(_rivals(draft, row, sources) for row in kept.path),
-            kv_bytes=kv_bytes,
+            kv_bytes=cache.nbytes,
+            kv_slots=cache.slots,
         )
 
 

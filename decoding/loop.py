@@ -83,7 +83,7 @@ def decode(
             for s, state in zip(live, drafter.observe([s.state for s in live], news), strict=True):
                 s.state = state
             marks.append(clock.mark())
-            steps = [s.step(len(laps), len(live), d, k, drafter.sources, cache.nbytes) for s, k, d, _ in each]
+            steps = [s.step(len(laps), len(live), d, k, drafter.sources, cache) for s, k, d, _ in each]
             laps.append((marks, steps))
             for s, step in zip(live, steps, strict=True):
                 step.at_s = time.perf_counter() - begin

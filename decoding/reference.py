@@ -25,11 +25,11 @@ def decode(
     *,
     seed: int = 0,
     logprobs: bool = False,
-    watch: Callable[[int, int, Float[Tensor, " V"]], None] | None = None,
+    watch: Callable[[int, int, Float[Tensor, " V"], Float[Tensor, " V"]], None] | None = None,
 ) -> Iterator[list[Generation]]:
     """Yields the generations after each step, all of them growing in place.
 
-    `watch(request, position, scores)` sees what each choice maximises.
+    `watch(request, position, scores, logits)` sees what each choice maximises, and the raw logits.
     """
     begin = time.perf_counter()
     cache = target.open_cache(len(requests), max(len(r.prompt) + r.stop.limit for r in requests))
@@ -45,7 +45,7 @@ def decode(
             scores = request.processors.scores(logits, [*request.prompt, *out.tokens] if law.reads_context else ())
             keyed = keyed_scores(law, scores, Noise(seed, request.key, position).target())
             if watch is not None:
-                watch(i, position, keyed)
+                watch(i, position, keyed, logits)
             token = int(keyed.argmax())
         if out.logprobs is not None:
             out.logprobs.append(float(torch.log_softmax(logits.float(), -1)[token]))

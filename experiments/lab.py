@@ -1,0 +1,132 @@
+"""A model, its drafter and its acceptance rule, loaded and ready to decode: what a run and the Python API work with."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..decoding import loop, reference
+from ..decoding.acceptance import Acceptance
+from ..decoding.draft import Drafter, DrafterSettings, Resources
+from ..decoding.events import Generation
+from ..decoding.model.decoder import Decoder
+from ..decoding.model.load import load_decoder
+from ..decoding.model.source import ModelSpec, Source, open_source
+from ..decoding.request import Request, request
+from ..drafting.none import Nothing
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """`eos_ids` are the model's own unless replaced; `baseline` says which plain decoding is the faster one here."""
+
+    source: Source
+    target: Decoder
+    tokenizer: PreTrainedTokenizerBase
+    drafter: Drafter[Any]
+    acceptance: Acceptance
+    eos_ids: tuple[int, ...]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def context(self) -> int:
+        return self.target.config.max_positions
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        stop: Sequence[str] = (),
+        documents: Sequence[Sequence[int]] = (),
+        sample: int = 0,
+        eos_ids: Sequence[int] | None = None,
+    ) -> Request:
+        return request(
+            prompt,
+            law=self.acceptance.law(),
+            max_new_tokens=max_new_tokens,
+            vocab=self.target.config.vocab,
+            context=self.context,
+            eos_ids=self.eos_ids if eos_ids is None else eos_ids,
+            stop=stop,
+            documents=documents,
+            tokenizer=self.tokenizer,
+            sample=sample,
+            device=self.target.device,
+        )
+
+    def strategy(self, requests: Sequence[Request], seed: int = 0, **options: Any) -> Iterator[list[Generation]]:
+        """The configured drafter and rule through the loop."""
+        return loop.decode(self.target, requests, self.drafter, self.acceptance, seed=seed, **options)
+
+    def plain(self, requests: Sequence[Request], seed: int = 0, **options: Any) -> Iterator[list[Generation]]:
+        """The plain decoder."""
+        return reference.decode(self.target, requests, self.acceptance.law(), seed=seed, **options)
+
+    def undrafted(self, requests: Sequence[Request], seed: int = 0, **options: Any) -> Iterator[list[Generation]]:
+        """Plain decoding through the loop."""
+        return loop.decode(self.target, requests, Nothing(), self.acceptance, seed=seed, **options)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def finish(steps: Iterator[list[Generation]]) -> list[Generation]:
+    """Run a decoding to its end."""
+    done: list[Generation] = []
+    for done in steps:
+        pass
+    return done
+
+
+def load_lab(
+    model: ModelSpec,
+    drafting: DrafterSettings,
+    acceptance: Acceptance,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Lab:
+    """Load the target, then what the drafter needs. Checks that read no weights come before."""
+    source = open_source(model, progress)
+    notes = drafting.check(source)
+    target = load_decoder(source, dtype=dtype, device=device, progress=progress)
+    return build_lab(source, target, drafting, acceptance, notes, progress)
+
+
+def build_lab(
+    source: Source,
+    target: Decoder,
+    drafting: DrafterSettings,
+    acceptance: Acceptance,
+    notes: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Lab:
+    """The same around a target that is loaded already."""
+    drafter = drafting.build(Resources(target, source.tokenizer, acceptance.law(), progress))
+    return Lab(source, target, source.tokenizer, drafter, acceptance, source.eos_ids, list(notes))
+
+
+class Heard:
+    """Collects what the parts warn of while they run (a draft's context is full), each text once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __enter__(self) -> "Heard":
+        self._catch = warnings.catch_warnings(record=True)
+        self._caught = self._catch.__enter__()
+        warnings.simplefilter("always", RuntimeWarning)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._catch.__exit__(*error)  # type: ignore[arg-type]
+        texts = [str(w.message) for w in self._caught or () if issubclass(w.category, RuntimeWarning)]
+        self.texts += list(dict.fromkeys(texts))

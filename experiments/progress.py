@@ -1,0 +1,46 @@
+"""Progress that people can watch: a bar on a terminal, a line now and then in a log."""
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+EVERY_S = 10.0  # between lines of a log
+
+
+class Watch:
+    """`step(what, done, total, note)` from anywhere; everything goes to standard error."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._task: tuple[str, int] | None = None  # what is shown, its number in the bar
+        self._spoke = 0.0
+        self._began = time.monotonic()
+
+    def __enter__(self) -> "Watch":
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(
+                *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=self._console, transient=True
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, what: str, done: int, total: int, note: str = "") -> None:
+        if self._bar is not None:
+            if self._task is None or self._task[0] != what:
+                if self._task is not None:
+                    self._bar.update(self._task[1], visible=False)
+                self._task = (what, self._bar.add_task(what, total=total, note=note))
+            self._bar.update(self._task[1], completed=done, total=total, note=note)
+        elif what != (self._task or ("",))[0] or done == total or time.monotonic() - self._spoke > EVERY_S:
+            self._task, self._spoke = (what, 0), time.monotonic()
+            elapsed = time.monotonic() - self._began
+            line = f"[{elapsed:6.1f} s] {what} {done}/{total} {note}".rstrip()
+            print(line, file=sys.stderr, flush=True)
