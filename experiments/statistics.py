@@ -1,10 +1,10 @@
 """Intervals over prompts. Every number of a table that has one gets it here.
 
 The interval is a paired bootstrap: prompts are drawn with replacement, all columns of a prompt together. It is the
-expanded percentile interval (Hesterberg 2014, arXiv 1411.5279, section 5.3): the percentile one at the level
+expanded percentile interval (Hesterberg 2014, arXiv 1411.5279): the percentile one at the level
 1 - 2Φ(-√(n/(n-1)) t(0.975, n-1)), since the plain one is too narrow for few prompts. In 3,000 simulated ratios of
-lognormal times the truth lay in it 0.92, 0.94 and 0.95 of the time at n = 5, 10 and 20; in the plain percentile interval
-0.83, 0.89 and 0.92, in BCa's 0.82, 0.88 and 0.91. BCa, besides, has no value where all prompts agree.
+lognormal times, the truth lay in it in 0.92, 0.94 and 0.95 of the cases at n = 5, 10 and 20; in the plain percentile
+interval in 0.83, 0.89 and 0.92, in BCa's in 0.82, 0.88 and 0.91. BCa, besides, has no value where all prompts agree.
 """
 
 from collections.abc import Callable
