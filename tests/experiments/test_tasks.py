@@ -1,4 +1,5 @@
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return bytes_tokenizer()
 
 
-def write(path: Path, *rows: dict[str, object]) -> TaskSettings:
+def write(path: Path, *rows: Mapping[str, object]) -> TaskSettings:
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     return TaskSettings(path=str(path))
 
@@ -410,4 +411,6 @@ def test_a_path_alone_is_enough(tmp_path):
     write(tmp_path / "mine.jsonl", {"text": "a"})
     override = OmegaConf.from_dotlist([f"path={tmp_path / 'mine.jsonl'}"])
     config = OmegaConf.merge(OmegaConf.structured(TaskSettings), OmegaConf.load(CONFIGS / "demo.yaml"), override)
-    assert load_task(OmegaConf.to_object(config)).label == "mine"
+    settings = OmegaConf.to_object(config)
+    assert isinstance(settings, TaskSettings)
+    assert load_task(settings).label == "mine"
