@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..kernels.verify_attention import padded_keys
 from .layout import Layout
 from .rows import Rows, forest, segments
 
 # A chain longer than this attends without a mask of its own (`causal_attention`).
 LONG_CHAIN = 64
+_ALIGN = 64  # slots a sequence come in multiples of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +74,14 @@ class Cache(Protocol):
 class DenseCache:
     """Every sequence has `capacity` slots of its own, allocated at once and zeroed; windows are masks.
 
-    Slots are zeroed, not empty, because blocked slots are still multiplied (by weight zero).
+    Slots are zeroed, not empty, because blocked slots are still multiplied (by weight zero, which a NaN survives).
     """
 
     def __init__(
-        self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str, align: int = 64
+        self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.layout = layout
-        self.capacity = -(-capacity // align) * align
-        self.align = align
+        self.capacity = padded_keys(-(-capacity // _ALIGN) * _ALIGN)
         self.device = torch.device(device)
         self._windows = sorted({layer.window for layer in layout.layers if layer.window is not None})
         self._unwindowed = any(layer.window is None for layer in layout.layers)
@@ -98,6 +99,7 @@ class DenseCache:
             for i, owner in enumerate(owners):
                 self._k[owner], self._v[owner] = storage[0, i], storage[1, i]
         self._free = list(range(sequences))[::-1]
+        self._stale: set[int] = set()  # free, and holding what another request left
         self._length: dict[int, int] = {}
         self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in slot order
         self._parents: list[int] = []  # of all staged rows
@@ -106,6 +108,10 @@ class DenseCache:
         if not self._free:
             raise ValueError(f"all {len(self._length)} sequences of the cache are in use; free one first")
         sequence = self._free.pop()
+        if sequence in self._stale:
+            self._stale.remove(sequence)
+            for storage in self._storage:
+                storage[:, :, sequence].zero_()
         self._length[sequence], self._staged_of[sequence] = 0, []
         return sequence
 
@@ -114,6 +120,7 @@ class DenseCache:
             raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is freed")
         del self._length[sequence], self._staged_of[sequence]
         self._free.append(sequence)
+        self._stale.add(sequence)
 
     def length(self, sequence: int) -> int:
         """Committed rows."""
@@ -162,7 +169,7 @@ class DenseCache:
         slot = committed + earlier
         if rows.chain and not earlier and count > LONG_CHAIN:
             return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
-        keys = max(slot + count, self.align)
+        keys = padded_keys(slot + count)
         if earlier or not rows.chain:
             local = {-1: -1} | {number: i for i, number in enumerate(mine)}
             parents = tuple(local[self._parents[number]] for number in mine)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...attention.cache import Cache, DenseCache, Placement
 from ...attention.rows import Rows
 from ...kernels.linear import Linear
-from ...kernels.verify_attention import ALIGN, causal_attention, verify_attention
+from ...kernels.verify_attention import causal_attention, verify_attention
 from ..errors import UserError
 from .config import ModelConfig
 
@@ -145,9 +145,7 @@ class Decoder(nn.Module):
     def open_cache(self, sequences: int, capacity: int) -> DenseCache:
         """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences."""
         self._reach(capacity)
-        return DenseCache(
-            self.config.layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device, align=ALIGN
-        )
+        return DenseCache(self.config.layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
 
     def _reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:
@@ -165,7 +163,6 @@ class Decoder(nn.Module):
     ) -> Output:
         """Stage `rows` in the cache and score them. `logits_of`: the rows whose logits are wanted (None: all)."""
         place = cache.stage(rows)
-        self._reach(cache.capacity if isinstance(cache, DenseCache) else int(place.positions.max()) + 1)
         cos, sin = self.cos[place.positions], self.sin[place.positions]
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}

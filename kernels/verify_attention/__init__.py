@@ -6,9 +6,9 @@ from torch import Tensor
 from . import rowwise, sdpa
 from .reference import verify_attention_reference
 
-__all__ = ["ALIGN", "causal_attention", "verify_attention", "verify_attention_reference"]
+__all__ = ["causal_attention", "padded_keys", "verify_attention", "verify_attention_reference"]
 
-ALIGN = rowwise.ALIGN
+padded_keys = rowwise.padded_keys
 
 
 def verify_attention(

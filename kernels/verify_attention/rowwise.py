@@ -1,17 +1,22 @@
 """The CPU path: every row comes out the same, to the bit, whatever rows stand beside it.
 
 Products and the softmax run in float32 (bfloat16 keys are widened as they are read: faster than the bf16 product for a
-few rows, and exact). The float32 batched product sums alike for any row count from 4 and any key count from 64
-(measured; MKL takes other orders below), so fewer rows are padded with zero rows and callers hand in at least `ALIGN`
-keys, blocked where they hold nothing. Query heads that share a KV head are rows of one product: K and V are never
-expanded.
+few rows, and exact). MKL's batched product takes an order of its own below 4 rows and below 16 keys, and sums keys in
+blocks of 192, except that between 192 and 384 keys there are two halves (measured). So fewer rows are padded with zero
+rows, and callers hand in the number of keys that `padded_keys` says, blocked where they hold nothing. Query heads that
+share a KV head are rows of one product: K and V are never expanded.
 """
 
 import torch
 from torch import Tensor
 
-ALIGN = 64  # keys handed in are at least this many
 _ROWS = 4
+_KEYS, _BLOCK = 64, 192
+
+
+def padded_keys(keys: int) -> int:
+    """How many keys to hand in where a row sees `keys` of them, so that its sums do not depend on the number."""
+    return max(keys, _KEYS) if keys <= _BLOCK else max(keys, 2 * _BLOCK)
 
 
 def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float) -> Tensor:
@@ -20,7 +25,7 @@ def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float
     group = Hq // Hkv
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     # [T, Hkv, group, D] -> [Hkv, T * group, D]
-    rows = q.view(T, Hkv, group, D).transpose(0, 1).reshape(Hkv, T * group, D).to(wide).mul_(scale)
+    rows = q.view(T, Hkv, group, D).transpose(0, 1).reshape(Hkv, T * group, D).to(wide) * scale
     if T * group < _ROWS:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, _ROWS - T * group))
     scores = torch.bmm(rows, k.transpose(1, 2).to(wide))
