@@ -28,13 +28,16 @@ def _signed(word: int) -> int:
 
 
 def uniforms(key: int, ids: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """One float64 in (0, 1) for each id, the same on every device: a counter hash in wrapping 64-bit integers."""
+    """One float64 in (0, 1) for each id, the same on every device: a counter hash in wrapping 64-bit integers.
+
+    52 bits and a half, which float64 holds exactly: with 53 the largest would round to 1.
+    """
     state = ids.long() * _signed(_STEP) + _signed(key)
     # shifts of a signed word are arithmetic: the mask takes the copied sign bits off
     state = (state ^ (state >> 30 & (1 << 34) - 1)) * _signed(_FIRST)
     state = (state ^ (state >> 27 & (1 << 37) - 1)) * _signed(_SECOND)
     state = state ^ (state >> 31 & (1 << 33) - 1)
-    return ((state >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
+    return ((state >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
 
 
 def gumbels(key: int, ids: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
@@ -65,4 +68,4 @@ class Noise:
     def accept(self, offset: int = 0, sibling: int = 0) -> float:
         """The uniform that decides on candidate number `sibling` at `offset`."""
         key = mix(self.seed, self.request, self.position + offset, _ACCEPT, sibling)
-        return (float(key >> 11) + 0.5) * 2.0**-53
+        return (float(key >> 12) + 0.5) * 2.0**-52
