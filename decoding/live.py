@@ -37,7 +37,8 @@ class Live:
     slot: int
     out: Generation
     tokens: list[int] = field(default_factory=list)  # prompt and output
-    state: Any = None
+    state: Any = None  # the drafter's
+    started: bool = False  # the drafter has a state of it that is not finished
 
     @property
     def pending(self) -> int:

@@ -42,7 +42,7 @@ def decode(
     try:
         opened = [Opened(r.prompt, r.documents, r.stop.limit, r.processors, s.slot, cache) for r, s in zip(requests, live, strict=True)]
         for s, state in zip(live, drafter.start(opened), strict=True):
-            s.state = state
+            s.state, s.started = state, True
         starting.append(clock.mark())
         for s in live:
             prefilled.append((_prefill(target, cache, drafter, acceptance, s, seed, clock), s))
@@ -93,7 +93,7 @@ def decode(
             yield out
     finally:
         for s in live:
-            if s.state is not None:
+            if s.started:
                 drafter.finish(s.state)
         clock.settle()
         (start,) = clock.between(starting) or [0.0]
@@ -134,6 +134,7 @@ def _running(live: list[Live], drafter: Drafter[Any], cache: Cache) -> list[Live
     """The sequences that go on; the others are handed back to the drafter and the cache."""
     for s in live:
         if s.out.reason is not None:
+            s.started = False
             drafter.finish(s.state)
             s.state = None
             cache.free(s.slot)
