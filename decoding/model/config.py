@@ -97,9 +97,9 @@ def _rope(config: PretrainedConfig, head_dim: int) -> tuple[Float[torch.Tensor, 
     kind = parameters["rope_type"]
     if kind not in _ROPE:
         raise UserError(f"RoPE type {kind!r} is not supported; supported: {', '.join(_ROPE)}")
-    if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported; only 1.0 is")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / parameters["rope_theta"] ** exponent, 1.0
