@@ -1,0 +1,231 @@
+"""The command `decodelab`: from its words to a configuration, to a job, to an exit code; errors are one line."""
+
+import errno
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml  # type: ignore[import-untyped]  # comes with transformers
+
+from .. import __version__
+from ..decoding.errors import BrokenResult, UserError
+from .compose import CONFIGS, Cell, compose, defaults, expand, groups
+from .construct import did_you_mean
+
+if TYPE_CHECKING:
+    from .config import RunConfig
+
+USAGE = "decodelab JOB [KEY=VALUE …] [--config-dir DIR] [--cfg job] [-m]"
+OPTIONS: Mapping[str, str] = {
+    "--config-dir DIR": "more YAML, in folders named like the groups: DIR/drafting/mine.yaml is drafting=mine",
+    "--cfg job": "print the configuration and stop",
+    "-m, --multirun": "run every combination of a,b and range(1,4), one after the other",
+    "--help": "this text; with drafting=reference it lists that option's keys",
+    "--version": "the version",
+}
+EXAMPLES = (
+    "decodelab run                                             the default, on the demo prompts",
+    "decodelab check drafting=reference task.path=edits.jsonl  would that work?",
+    "decodelab run acceptance=sampling acceptance.temperature=0.7 task.limit=20",
+    "decodelab run model=qwen2.5-coder-1.5b drafting=draft_model drafting.model.name=qwen2.5-coder-0.5b",
+    "decodelab run -m drafting=none,prompt_lookup 'drafting.max_draft=range(2,9,2)'",
+)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: fine; 1: a broken or failed run; 2: the user's error; 130: interrupted. A bug keeps its traceback."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        code = _in_one_line(lambda: _dispatch(words))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
+        return _fail(1, "whoever read the output has closed it")
+    return code
+
+
+def _in_one_line(do: Callable[[], int]) -> int:
+    """The exit code of `do`; what it raises for the user to read becomes a line on standard error."""
+    try:
+        return do()
+    except UserError as error:
+        return _fail(2, str(error))
+    except BrokenResult as error:
+        return _fail(1, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted; what was finished before is kept")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return _fail(1, _disk_full(error))
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"decodelab: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _disk_full(error: OSError) -> str:
+    what = f"{error.filename} was" if error.filename else "a file of the run was"
+    return f"the disk is full: {what} not written whole; free some space, or name another disk with output=DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a command line says."""
+
+    job: str | None = None
+    overrides: tuple[str, ...] = ()
+    config_dirs: tuple[Path, ...] = ()
+    show: bool = False
+    multirun: bool = False
+    help: bool = False
+    version: bool = False
+
+
+def read(argv: Sequence[str]) -> Words:
+    """Options may stand anywhere; the first word that is none is the job."""
+    words, said = Words(), list(argv)
+    while said:
+        word, *said = said
+        option, equals, value = word.partition("=")
+        if option in ("--config-dir", "--cfg"):
+            if not equals and not said:
+                raise UserError(f"{option} needs a value: {'--cfg job' if option == '--cfg' else '--config-dir DIR'}")
+            value, said = (value, said) if equals else (said[0], said[1:])
+            if option == "--config-dir":
+                words = replace(words, config_dirs=(*words.config_dirs, Path(value).expanduser()))
+            elif value == "job":
+                words = replace(words, show=True)
+            else:
+                raise UserError(f"--cfg {value} is unknown: --cfg job prints the configuration")
+        elif word in ("-m", "--multirun"):
+            words = replace(words, multirun=True)
+        elif word in ("-h", "--help"):
+            words = replace(words, help=True)
+        elif word == "--version":
+            words = replace(words, version=True)
+        elif word.startswith("-"):
+            raise UserError(f"{word} is unknown: options are --config-dir DIR, --cfg job, -m, --help, --version")
+        elif words.job is None and "=" not in word:
+            words = replace(words, job=word)
+        else:
+            words = replace(words, overrides=(*words.overrides, word))
+    return words
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    words = read(argv)
+    if words.version:
+        print(f"decodelab {__version__}")
+        return 0
+    if words.job is not None and words.job not in JOBS:
+        raise UserError(f"{words.job!r} is no job: {did_you_mean(words.job, JOBS)}jobs are {', '.join(JOBS)}")
+    if words.help or not argv:
+        print(help_text(words))
+        return 0
+    if words.job is None:
+        raise UserError(f"name a job, {' or '.join(JOBS)}: {USAGE}")
+    do = _show if words.show else JOBS[words.job].do
+    if not words.multirun:
+        return do(compose(words.overrides, words.config_dirs))
+    return _sweep(expand(words.overrides, words.config_dirs), words.config_dirs, do)
+
+
+def _sweep(cells: Sequence[Cell], config_dirs: Sequence[Path], do: Callable[["RunConfig"], int]) -> int:
+    """Cell after cell, also after one that failed; 1 if any did, 130 if interrupted."""
+    codes: list[int] = []
+    for number, cell in enumerate(cells, 1):
+        print(f"[{number}/{len(cells)}] {cell.label}", flush=True)
+        try:
+            codes.append(_in_one_line(partial(_one, cell, config_dirs, do)))
+        except BrokenPipeError:
+            raise
+        except Exception:  # noqa: BLE001  # a bug in one cell must not lose the others; it shows, and the exit code says so
+            traceback.print_exc()
+            codes.append(1)
+        if codes[-1] == 130:
+            break
+    outcomes = {0: "done", 1: "failed", 2: "error", 130: "interrupted"}
+    for cell, code in zip(cells, codes, strict=False):
+        print(f"{outcomes[code]:12}{cell.label}")
+    return 130 if 130 in codes else 1 if any(codes) else 0
+
+
+def _one(cell: Cell, config_dirs: Sequence[Path], do: Callable[["RunConfig"], int]) -> int:
+    """One cell, in its own folder of an `output` that all of them name."""
+    config = compose(cell.overrides, config_dirs)
+    if config.output is not None and "output=" not in cell.label:
+        output = str(Path(config.output) / cell.label.replace("/", "_").replace(" ", ","))
+        config = replace(config, output=output, resolved=config.resolved | {"output": output})
+    return do(config)
+
+
+def _run(config: "RunConfig") -> int:
+    from .run import run
+
+    return run(config)
+
+
+def _check(config: "RunConfig") -> int:
+    from .check import check
+
+    return check(config)
+
+
+def _show(config: "RunConfig") -> int:
+    print(yaml.safe_dump(config.resolved, sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A command: what it does in words, and in code."""
+
+    about: str
+    do: Callable[["RunConfig"], int]
+
+
+JOBS: Mapping[str, Job] = {
+    "run": Job("a strategy against plain decoding on a task: table, result.json, events.jsonl, samples.jsonl", _run),
+    "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
+}
+
+
+def help_text(words: Words) -> str:
+    """Jobs, groups and options, and the keys of the options chosen in `words`, with their defaults."""
+    found = groups(words.config_dirs)
+    taken: dict[str, str | None] = defaults()
+    for override in words.overrides:
+        group, _, option = override.partition("=")
+        if option in found.get(group, ()):
+            taken[group] = option
+    jobs = [f"  {name:10}{job.about}" for name, job in JOBS.items() if words.job in (None, name)]
+    lines = ["decodelab: decoding strategies, composed in a config and measured against plain decoding"]
+    lines += ["", f"  {USAGE}", "", "JOB", *jobs, "", "OPTIONS"]
+    lines += [f"  {option:18}{about}" for option, about in OPTIONS.items()]
+    lines += ["", "GROUPS: GROUP=OPTION (* taken here)"]
+    for group, options in found.items():
+        names = [f"{option}*" if option == taken.get(group) else option for option in options]
+        text = ", ".join(names) or "of yours: DIR/experiment/NAME.yaml with --config-dir DIR"
+        lines += textwrap.wrap(f"  {group:12}{text}", 116, subsequent_indent=" " * 14, break_on_hyphens=False)
+    lines += ["", "KEYS, with their defaults", *_keys(CONFIGS / "run.yaml")]
+    for group, name in taken.items():
+        if name is not None:
+            lines += ["", f"{group.upper()}: {group}.KEY=VALUE, with {group}={name}", *_keys(found[group][name])]
+    return "\n".join([*lines, "", "EXAMPLES", *(f"  {example}" for example in EXAMPLES)])
+
+
+def _keys(file: Path) -> list[str]:
+    """The lines of a YAML file, comments included, without what a command line does not set."""
+    text = file.read_text(encoding="utf-8")
+    if file.parent == CONFIGS:
+        text = text.partition("\n\n")[2]  # behind the list of groups
+    return [f"  {line}" for line in text.splitlines() if line.strip() and not line.lstrip(" -").startswith("_target_:")]

@@ -1,0 +1,214 @@
+"""From the words of a command line to a RunConfig: Hydra composes the YAML, a strict constructor builds from it."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]  # comes with transformers
+
+from ..decoding.errors import UserError
+from .construct import Constructor, UnknownKeyError, did_you_mean
+
+if TYPE_CHECKING:  # --help waits for neither torch nor Hydra
+    from hydra.core.override_parser.types import Override
+
+    from .config import RunConfig
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+_INSTEAD = {
+    "model": "a hub id, a folder or a GGUF file goes in model.path={}",
+    "task": "a file goes in task.path={}",
+    "experiment": "--config-dir DIR adds DIR/experiment/*.yaml",
+}
+
+
+class Cell(NamedTuple):
+    """One combination of a sweep: its overrides, and those that differ from cell to cell."""
+
+    overrides: list[str]
+    label: str
+
+
+def groups(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
+    """The options of each group, as YAML files: decodelab's and those of `config_dirs`."""
+    found: dict[str, dict[str, Path]] = {group: {} for group in defaults()}
+    for folder in (CONFIGS, *config_dirs):
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder} is no folder; it holds YAML such as drafting/mine.yaml")
+        for file in sorted(folder.glob("*/*.yaml")):
+            options = found.setdefault(file.parent.name, {})
+            if file.stem in options:
+                raise UserError(f"{file} has the name of another option, {options[file.stem]}; rename it")
+            options[file.stem] = file
+    return found
+
+
+def defaults() -> dict[str, str | None]:
+    """The groups, each with the option that is taken unless another is named."""
+    listed = yaml.safe_load((CONFIGS / "run.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: option for entry in listed if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> "RunConfig":
+    """The typed configuration; whatever is wrong with it is one UserError. No weights are loaded."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from omegaconf import OmegaConf
+
+    options = groups(config_dirs)
+    with _one_line():
+        words = [_checked(override, options) for override in _parsed(overrides)]
+        words.append(f"hydra.searchpath=[{','.join(_quoted(f'file://{folder.resolve()}') for folder in config_dirs)}]")
+        with initialize_config_module("decodelab.configs", job_name="decodelab", version_base="1.3"):
+            composed = hydra_compose("run", words)
+        content: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return _built(content, options)
+
+
+def expand(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[Cell]:
+    """The cells of a sweep: the product of every `a,b`, `range(1,4)` and `glob(*)`, the last word fastest."""
+    options = groups(config_dirs)
+    with _one_line():
+        axes = [_axis(override, options) for override in _parsed(overrides)]
+    swept = [len(axis) > 1 for axis in axes]
+    return [
+        Cell(list(words), " ".join(word for word, varies in zip(words, swept, strict=True) if varies))
+        for words in product(*axes)
+    ]
+
+
+def _parsed(overrides: Iterable[str]) -> list["Override"]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    found = []
+    for word in overrides:
+        key, equals, value = word.partition("=")
+        if word.startswith("~"):
+            raise UserError(f"{word!r} would delete a key; one that is off is written KEY=null")
+        if not equals:
+            raise UserError(f"{word!r} is no KEY=VALUE: write {word}=VALUE")
+        if not key or not value:
+            raise UserError(f"{word!r} lacks a {'value' if key else 'key'}: write KEY=VALUE, and null for nothing")
+        try:
+            found.append(parser.parse_override(word))
+        except HydraException as error:
+            quoted = f"""'{key}="{value}"'"""
+            raise UserError(f"{word!r} is not understood ({_line(error)}); quote the value: {quoted}") from None
+    return found
+
+
+def _checked(override: "Override", options: Mapping[str, Mapping[str, Path]]) -> str:
+    """The override as Hydra gets it. A key may be new to the YAML: the constructor knows whether it exists."""
+    word, key = str(override.input_line), override.key_or_group
+    if override.is_sweep_override():
+        value = word.partition("=")[2]
+        raise UserError(f"""{word} lists several values: -m runs each; for one value quote it, '{key}="{value}"'""")
+    if key.partition("/")[0].partition(".")[0] == "hydra":
+        raise UnknownKeyError("hydra", _top_level())
+    if key not in options:
+        if "/" in key:
+            near = key.replace("/", ".")
+            raise UserError(f"there is no group {key}; groups are {', '.join(options)}; a key has dots: {near}")
+        return f"++{word.lstrip('+')}"
+    named = override.value()
+    if isinstance(named, dict):
+        raise UserError(
+            f"{word}: {key} takes the name of an option, {', '.join(options[key])}; keys are {key}.KEY=VALUE"
+        )
+    for name in named if isinstance(named, list) else [named]:
+        if name is None or str(name) not in options[key]:
+            raise UserError(_unknown_option(key, "null" if name is None else str(name), options[key]))
+    return word
+
+
+def _unknown_option(group: str, name: str, options: Collection[str]) -> str:
+    listed = f"options are {', '.join(options)}" if options else f"{group} has no options"
+    instead = f"; {_INSTEAD[group].format(name)}" if group in _INSTEAD else ""
+    return f"{group}={name} is unknown: {did_you_mean(name, options)}{listed}{instead}"
+
+
+def _axis(override: "Override", options: Mapping[str, Mapping[str, Path]]) -> list[str]:
+    """What one override contributes to a sweep."""
+    from hydra.core.override_parser.types import Glob
+
+    word, key = str(override.input_line), override.get_key_element()
+    if not override.is_sweep_override():
+        return [word]
+    if not override.is_discrete_sweep():
+        raise UserError(f"{word} has no end of values: a sweep takes a,b or range(1,4)")
+    swept: Any = override.value()
+    if isinstance(swept, Glob):
+        values = swept.filter(list(options.get(override.key_or_group, ())))
+    else:
+        try:
+            values = list(override.sweep_string_iterator())
+        except ValueError as error:
+            raise UserError(f"{word}: {error}") from None
+    if not values:
+        raise UserError(f"{word} names nothing to run")
+    return [f"{key}={value}" for value in values]
+
+
+def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -> "RunConfig":
+    from .config import RunConfig
+
+    known = _top_level()
+    for key in content:
+        if key in options and key not in known:
+            raise UserError(f"a file of the group {key} has the keys of a run: begin it with '# @package _global_'")
+        if key not in known:
+            raise UnknownKeyError(key, known)
+    trusted = Constructor().build(content["trusted"], tuple[str, ...], "trusted")
+    try:
+        config = Constructor(trusted).call(RunConfig, {k: v for k, v in content.items() if k != "trusted"})
+    except UnknownKeyError as error:
+        raise UserError(f"{error}{_owners(error.key, options)}") from None
+    return replace(config, resolved=content)
+
+
+def _top_level() -> tuple[str, ...]:
+    from .config import RunConfig
+
+    return (*(field.name for field in fields(RunConfig) if field.name != "resolved"), "trusted")
+
+
+def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
+    """Which options of the group do have the key."""
+    group, _, name = key.partition(".")
+    have = []
+    for option, file in options.get(group, {}).items():
+        if name in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
+            have.append(f"{group}={option}")
+    return f"; it is a key of {' and '.join(have)}" if have else ""
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Hydra's, OmegaConf's and PyYAML's errors as ours."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} is missing: give {error.full_key}=…") from None
+    except OmegaConfBaseException as error:
+        at = f"{error.full_key}: " if error.full_key else ""
+        raise UserError(f"{at}{str(error).splitlines()[0]}") from error
+    except (HydraException, yaml.YAMLError) as error:
+        raise UserError(_line(error)) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.double).with_quotes()

@@ -1,0 +1,163 @@
+"""What a configuration amounts to, known without weights: whether it runs, where, and in which number format."""
+
+import platform
+import shutil
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..decoding.acceptance import Acceptance
+from ..decoding.draft import DrafterSettings
+from ..decoding.errors import UserError
+from ..decoding.law import LawSettings
+from ..decoding.model.source import ModelSpec, Source
+from ..drafting.draft_model import DraftSpec
+from .config import RunConfig
+from .tasks import Task
+
+Verdict = Literal["runs", "runs with a fallback", "refused"]
+Exactness = Literal["exact", "same law", "lossy"]
+
+_NVIDIA = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """`reasons`: why it is refused, or what the fallback is. `exactness`: what the output has to plain decoding's."""
+
+    verdict: Verdict
+    exactness: Exactness
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = {"runs": "runs", "runs with a fallback": "runs, with this fallback: ", "refused": "refused, because "}
+        return words[self.verdict] + "; ".join(self.reasons)
+
+    def notes(self) -> list[str]:
+        """Fallbacks and warnings, for a run's record; a refused composition is the user's error."""
+        if self.verdict == "refused":
+            raise UserError(str(self))
+        return [*self.reasons, *self.warnings]
+
+
+def resolve(config: RunConfig, target: Source | None = None, task: Task | None = None) -> Composition:
+    """Whether the parts go together. Without `target`, what needs its tokenizer, config or digest is left out."""
+    return resolve_pair(config.drafting, config.acceptance, target, task)
+
+
+def resolve_pair(
+    drafting: DrafterSettings, acceptance: Acceptance, target: Source | None = None, task: Task | None = None
+) -> Composition:
+    """The same for a drafter and a rule."""
+    refused, fallbacks = _pair(drafting, acceptance)
+    warnings: list[str] = []
+    if target is not None:
+        try:
+            warnings += drafting.check(target)
+        except UserError as error:
+            refused.append(str(error))
+    if task is not None and drafting.needs.documents and not any(item.documents for item in task.items):
+        warnings.append(f"no prompt of the task {task.label} has documents, from which this drafter copies")
+    verdict: Verdict = "refused" if refused else "runs with a fallback" if fallbacks else "runs"
+    return Composition(verdict, _exactness(drafting, acceptance), tuple(refused or fallbacks), tuple(warnings))
+
+
+def _pair(drafting: DrafterSettings, acceptance: Acceptance) -> tuple[list[str], list[str]]:
+    """(why this drafter and this rule are refused, what they fall back to)."""
+    refused, fallbacks = [], []
+    gives, law = drafting.gives, acceptance.law()
+    rule = f"acceptance={type(acceptance).__name__.lower()}"
+    if gives.rows and gives.shape not in acceptance.shapes:
+        shapes = " and ".join(f"{shape}s" for shape in acceptance.shapes)
+        refused.append(f"{rule} judges {shapes}, and this drafter proposes a {gives.shape}: choose acceptance=sampling")
+    if acceptance.reads == "all rows" and law.reads_context:
+        refused.append(
+            f"{rule} reads all rows at once, and {', '.join(_stateful(law))} must be followed along a path: "
+            "leave them out, or choose acceptance=sampling"
+        )
+    if gives.rows and gives.q == "sampled" and not law.sample:
+        refused.append(f"drafts are sampled and {rule} does not sample: choose acceptance=sampling, or one-hot drafts")
+    if gives.rows and gives.q == "one-hot" and acceptance.needs_q:
+        fallbacks.append(f"{rule} reads q and this drafter has none: all of q is taken to be on the drafted token")
+    return refused, fallbacks
+
+
+def _stateful(law: LawSettings) -> list[str]:
+    """The keys that make the law depend on the tokens before a row."""
+    keys = ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+    keys += ["no_repeat_ngram", "bad_words", "min_new_tokens"]
+    plain = LawSettings()
+    return [key for key in keys if getattr(law, key) != getattr(plain, key)]
+
+
+def _exactness(drafting: DrafterSettings, acceptance: Acceptance) -> Exactness:
+    """One-hot candidates leave sampled output what it is in plain decoding; no candidates, any output."""
+    gives = drafting.gives
+    if not gives.rows or acceptance.guarantee == "same tokens":
+        return "exact"
+    if acceptance.guarantee == "lossy":
+        return "lossy"
+    return "same law" if gives.q == "sampled" else "exact"
+
+
+def draft_models(settings: Any) -> list[ModelSpec]:
+    """The models that a drafter's settings name, at any depth."""
+    if isinstance(settings, DraftSpec):
+        return [settings.model]
+    parts = settings if isinstance(settings, tuple | list) else ()
+    if is_dataclass(settings):
+        parts = [getattr(settings, field.name) for field in fields(settings)]
+    return [model for part in parts for model in draft_models(part)]
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name} is unknown; there are auto, cpu, cuda, and cuda:1 for the second GPU")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            build = "a CPU build" if _is_cpu_build() else "a GPU build that finds no GPU"
+            raise UserError(f"device={name}, but torch {torch.__version__} is {build}; device=cpu works")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise UserError(f"device={name}, but the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """(the dtype, why). `auto` is bfloat16 on a GPU and on a CPU with native bfloat16 dot products, else float32."""
+    if name != "auto":
+        return getattr(torch, name), "as asked"
+    if device.type == "cuda":
+        return torch.bfloat16, "auto, on a GPU"
+    if native_bfloat16():
+        return torch.bfloat16, "auto, this CPU multiplies bfloat16 natively"
+    return torch.float32, "auto, this CPU does not multiply bfloat16 natively"
+
+
+def native_bfloat16() -> bool:
+    """Whether oneDNN's products in bfloat16 run on instructions made for them; it emulates them on any AVX-512."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return True
+
+
+def unused_gpu() -> str | None:
+    """A warning where the machine has an NVIDIA GPU and torch is a CPU build."""
+    if _is_cpu_build() and (any(path.exists() for path in _NVIDIA) or shutil.which("nvidia-smi")):
+        return f"this machine has an NVIDIA GPU, but torch {torch.__version__} is a CPU build: install a CUDA build"
+    return None
+
+
+def _is_cpu_build() -> bool:
+    return torch.version.cuda is None and torch.version.hip is None
