@@ -3,6 +3,7 @@
 Subprocesses are slow, so each test of one asks several questions of it.
 """
 
+import ast
 import importlib
 import importlib.metadata
 import os
@@ -79,6 +80,34 @@ def test_every_direct_dependency_is_pinned_within_its_range():
         assert version in requirements[name].specifier, name
 
 
+def _imported(folders: set[str]) -> set[str]:
+    """The top-level modules of others that files in these folders import."""
+    found = set()
+    for name in files():
+        if name.suffix == ".py" and name.parts[0] in folders:
+            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                found |= {module.split(".")[0] for module in modules}
+    return found - set(sys.stdlib_module_names) - {"decodelab", "kernels"}
+
+
+def test_every_import_is_of_a_direct_dependency():
+    project = _project()["project"]
+    extras = project["optional-dependencies"]
+    installed = {"quality", "tracking"} & extras.keys()  # these are imported where they are asked for
+    declared = project["dependencies"] + [line for extra in installed for line in extras[extra]]
+    distributions = importlib.metadata.packages_distributions()
+    for folders, lines in [(FOLDERS, declared), ({"tests"}, declared + extras["test"])]:
+        names = {Requirement(line).name.lower() for line in lines}
+        undeclared = {
+            module
+            for module in _imported(folders)
+            if not {name.lower().replace("_", "-") for name in distributions.get(module, [module])} & names
+        }
+        assert undeclared == set()
+
+
 def test_no_file_of_the_setup_names_a_registry():
     for name in ("pyproject.toml", "constraints.txt", "Makefile", ".ci/run"):
         assert not re.search(r"https?://|index-url|find-links", (ROOT / name).read_text()), name
@@ -147,21 +176,16 @@ def test_a_script_in_the_root_finds_hugging_face_kernels(stand_in):
 
 
 AT_EXIT = """
-import atexit
-@atexit.register
-def report():
-    from transformers.integrations import hub_kernels
-    import kernels
-    print("found", kernels.__file__, hub_kernels.is_kernels_available())
+import atexit, importlib.util
+atexit.register(lambda: print("found", importlib.util.find_spec("kernels").origin))
 """
 
 
 def test_the_command_in_the_root_finds_hugging_face_kernels(stand_in):
-    (stand_in / "sitecustomize.py").write_text(AT_EXIT)  # no command needs transformers and no weights
-    command = Path(sys.executable).with_name("decodelab")
-    said = _run(command, "run", "--cfg", "job", cwd=ROOT, PYTHONPATH=stand_in)
-    assert f"found {stand_in / 'kernels' / '__init__.py'} True" in said
-    assert "hides" not in said
+    (stand_in / "sitecustomize.py").write_text(AT_EXIT)  # what transformers would find, whether or not it is imported
+    said = _run(Path(sys.executable).with_name("decodelab"), "run", "--cfg", "job", cwd=ROOT, PYTHONPATH=stand_in)
+    assert "drafting:" in said
+    assert f"found {stand_in / 'kernels' / '__init__.py'}" in said
 
 
 WITHOUT_TRITON = """
