@@ -62,7 +62,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> "RunC
     with _one_line():
         words = [_checked(override, options) for override in _parsed(overrides)]
         words.append(f"hydra.searchpath=[{','.join(_quoted(f'file://{folder.resolve()}') for folder in config_dirs)}]")
-        with initialize_config_module("decodelab.configs", job_name="decodelab", version_base="1.3"):
+        with _no_other_hydra(), initialize_config_module("decodelab.configs", "decodelab", version_base="1.3"):
             composed = hydra_compose("run", words)
         content: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return _built(content, options)
@@ -185,6 +185,21 @@ def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
         if name in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
             have.append(f"{group}={option}")
     return f"; it is a key of {' and '.join(have)}" if have else ""
+
+
+@contextmanager
+def _no_other_hydra() -> Iterator[None]:
+    """Hydra has one global state; a program that uses Hydra itself finds its own again."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+        if outer is not None:
+            GlobalHydra.instance().initialize(outer)
 
 
 @contextmanager
