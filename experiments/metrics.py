@@ -14,7 +14,7 @@ def mean(values: Iterable[float]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
+def ratio(numerator: int | float, denominator: int | float) -> float | None:
     return numerator / denominator if denominator else None
 
 
