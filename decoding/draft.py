@@ -160,8 +160,8 @@ class Drafter(Protocol[S]):
     each chunk of the prompt. `finish` comes at the end, on abort and on preemption, after which `start` replays.
     """
 
-    sources: tuple[str, ...]
-
+    @property
+    def sources(self) -> tuple[str, ...]: ...
     @property
     def needs(self) -> Needs: ...
     @property
