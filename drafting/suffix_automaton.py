@@ -1,0 +1,91 @@
+"""Where the end of one text stands in another, found online in constant time a token.
+
+A suffix automaton (Blumer et al. 1985, doi:10.1016/0304-3975(85)90157-4) has a state for every set of end positions
+that substrings of the text share. It grows by a token in amortised constant time, and so does a match that is carried
+along, however long it is.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Match(NamedTuple):
+    """A substring of the text: the one of `length` tokens among those of `state`."""
+
+    state: int
+    length: int
+
+
+START = Match(0, 0)  # the empty one
+
+
+class SuffixAutomaton:
+    """A growing text of tokens ≥ 0, and where each of its substrings ends first."""
+
+    __slots__ = ("_end", "_last", "_length", "_link", "_next", "tokens")
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []  # with borders, which are negative
+        self._next: list[dict[int, int]] = [{}]  # the state that each following token leads to
+        self._link = [0]  # the state of the longest suffix that ends in more places
+        self._length = [0]  # of the longest substring of a state; all of them are longer than the link's
+        self._end = [-1]  # the first place in which they end
+        self._last = 0  # the state of the whole text
+        for token in tokens:
+            self.add(token)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def border(self) -> None:
+        """End a document: no match runs on into the next one."""
+        self.add(-1 - len(self.tokens))  # a token that occurs once
+
+    def add(self, token: int) -> None:
+        following, link, length = self._next, self._link, self._length
+        new = self._state({}, 0, len(self.tokens), len(self.tokens) + 1)
+        self.tokens.append(token)
+        state, self._last = self._last, new
+        while token not in following[state]:
+            following[state][token] = new
+            if state == 0:
+                return
+            state = link[state]
+        target = following[state][token]
+        if length[target] > length[state] + 1:  # only its shorter substrings end here as well: they move to a new state
+            longer = target
+            target = self._state(dict(following[longer]), link[longer], self._end[longer], length[state] + 1)
+            link[longer] = target
+            while following[state].get(token) == longer:
+                following[state][token] = target
+                state = link[state]
+        link[new] = target
+
+    def _state(self, following: dict[int, int], link: int, end: int, length: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._end.append(end)
+        self._length.append(length)
+        return len(self._link) - 1
+
+    def follow(self, match: Match, token: int, limit: int | None = None) -> Match:
+        """The longest suffix of `match` + `token` that the text holds, cut to its last `limit` tokens."""
+        following, link, lengths = self._next, self._link, self._length
+        state, length = match
+        while state and length <= lengths[link[state]]:  # the text grew, and the match's substring moved
+            state = link[state]
+        while token not in following[state]:
+            if state == 0:
+                return START
+            state = link[state]
+            length = lengths[state]
+        state, length = following[state][token], length + 1
+        if limit is not None and length > limit:
+            length = limit
+            if length <= lengths[link[state]]:
+                state = link[state]
+        return Match(state, length)
+
+    def end(self, match: Match) -> int:
+        """The first place in the text at which the match ends."""
+        return self._end[match.state]

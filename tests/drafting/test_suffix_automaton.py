@@ -1,0 +1,88 @@
+import random
+import sys
+
+import pytest
+
+from decodelab.drafting.suffix_automaton import START, SuffixAutomaton
+
+
+def _longest(text, stop, limit):
+    """(length, end) of the longest end of text[:stop] that ended earlier, at most `limit` long: by trying everything."""
+    for length in range(min(stop - 1, limit or stop), 0, -1):
+        for end in range(length - 1, stop - 1):
+            if text[end - length + 1 : end + 1] == text[stop - length : stop]:
+                return length, end
+    return 0, -1
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 6])
+@pytest.mark.parametrize("limit", [None, 1, 2, 5])
+def test_the_longest_end_that_stood_before_and_its_first_place(alphabet, limit):
+    rng = random.Random(alphabet)
+    for _ in range(40):
+        text = [rng.randrange(alphabet) for _ in range(rng.randrange(1, 40))]
+        automaton, match = SuffixAutomaton(), START
+        for stop, token in enumerate(text, 1):
+            match = automaton.follow(match, token, limit)
+            automaton.add(token)
+            assert (match.length, automaton.end(match)) == _longest(text, stop, limit)
+
+
+def test_a_match_does_not_run_across_a_border():
+    automaton = SuffixAutomaton([1, 2])
+    automaton.border()
+    for token in (3, 4):
+        automaton.add(token)
+    automaton.border()
+    match = START
+    for token in (1, 2, 3):
+        match = automaton.follow(match, token)
+    assert (match.length, automaton.end(match)) == (1, 3)
+    assert [token < 0 for token in automaton.tokens] == [False, False, True, False, False, True]
+
+
+def _steps(text, limit):
+    """Lines of code that the automaton runs for a text."""
+    count = 0
+
+    def tracer(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return tracer if frame.f_code.co_filename.endswith("suffix_automaton.py") else None
+
+    automaton, match = SuffixAutomaton(), START
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        for token in text:
+            match = automaton.follow(match, token, limit)
+            automaton.add(token)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("limit", [None, 500])
+@pytest.mark.parametrize(
+    "kind", ["one token", "a cycle", "two tokens at random", "many tokens", "long repeats, broken"]
+)
+def test_work_grows_with_the_text_alone(kind, limit):
+    """vllm#16883: a proposal took O(length × longest match). Here a token takes constant work, whatever is looked for."""
+    rng = random.Random(0)
+    texts = {
+        "one token": lambda n: [7] * n,
+        "a cycle": lambda n: [i % 48 for i in range(n)],
+        "two tokens at random": lambda n: [rng.randrange(2) for _ in range(n)],
+        "many tokens": lambda n: [rng.randrange(5000) for _ in range(n)],
+        "long repeats, broken": lambda n: [7 if i % (n // 10) else i for i in range(n)],
+    }
+    n = 2_000
+    assert _steps(texts[kind](n), limit) < 45 * n
+
+
+def test_a_text_of_50k_tokens_has_at_most_two_states_and_three_steps_a_token():
+    rng = random.Random(0)
+    automaton = SuffixAutomaton(rng.randrange(40) for _ in range(50_000))
+    assert len(automaton) == 50_000
+    assert len(automaton._link) <= 2 * 50_000
+    assert sum(map(len, automaton._next)) <= 3 * 50_000
