@@ -1,5 +1,6 @@
 """The job `check`: what a configuration would do, and whether it can."""
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +31,8 @@ _NEEDS = {
 
 def check(config: RunConfig) -> int:
     """Print it; 0 if it runs, 2 if it is refused. Loads no weights and fetches nothing."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
     target, *drafts = [_opened(spec) for spec in (config.model, *draft_models(config.drafting))]
@@ -42,7 +45,7 @@ def check(config: RunConfig) -> int:
     rows = {
         "model": f"{target}: not here yet" if isinstance(target, NotHere) else _model(target),
         "dtype": f"{str(dtype).removeprefix('torch.')} ({why})",
-        "device": describe_device(device),
+        "device": f"{device} ({describe_device(device)})",
         "drafting": _drafter(config.drafting),
         "acceptance": _rule(config.acceptance),
         "task": _prompts(task, config.task),
@@ -77,7 +80,7 @@ def _task(settings: TaskSettings) -> Task | None:
 def _model(source: Source) -> str:
     config = source.config
     shape = f"{config.model_type}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size:,}"
-    return f"{source.label}: {shape}, context {config.max_position_embeddings:,}, {size(source.bytes)} on disk"
+    return f"{source.label}: {shape}, context {config.max_position_embeddings:,}, {size(float(source.bytes))} on disk"
 
 
 def _drafter(settings: DrafterSettings) -> str:

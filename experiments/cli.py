@@ -34,7 +34,7 @@ EXAMPLES = (
     "decodelab check drafting=reference task.path=edits.jsonl  would that work?",
     "decodelab run acceptance=sampling acceptance.temperature=0.7 task.limit=20",
     "decodelab run model=qwen2.5-coder-1.5b drafting=draft_model drafting.model.name=qwen2.5-coder-0.5b",
-    "decodelab run -m drafting=none,prompt_lookup 'drafting.max_draft=range(2,9,2)'",
+    "decodelab run -m acceptance=greedy,sampling 'drafting.max_draft=range(4,17,4)'",
 )
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

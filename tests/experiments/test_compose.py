@@ -18,7 +18,10 @@ from decodelab.experiments.construct import Constructor
 from decodelab.experiments.tasks import TaskSettings
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
-TOP = "model, drafting, acceptance, task, dtype, device, threads, seed, batch, timing, profile, compare_hf, output, trusted"
+TOP = (
+    "model, drafting, acceptance, task, dtype, device, threads, seed, batch, "
+    "timing, profile, compare_hf, output, trusted"
+)
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
 MODELS = ", ".join(groups()["model"])
 DRAFTERS = ", ".join(groups()["drafting"])

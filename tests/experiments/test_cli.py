@@ -1,0 +1,231 @@
+"""The command: words in, text and an exit code out."""
+
+import errno
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from decodelab.decoding.errors import BrokenResult, UserError
+from decodelab.drafting.none import Nothing
+from decodelab.experiments.cli import EXAMPLES, JOBS, USAGE, main
+from decodelab.experiments.compose import compose, groups
+
+
+class Runs:
+    """Stands in for the job `run`: keeps what it was given, and does what each call is told to."""
+
+    def __init__(self) -> None:
+        self.configs: list = []
+        self.does: list = []
+
+    def __call__(self, config) -> int:
+        self.configs.append(config)
+        outcome = self.does.pop(0) if self.does else 0
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    job = ModuleType("decodelab.experiments.run")
+    job.run = Runs()
+    monkeypatch.setitem(sys.modules, job.__name__, job)
+    return job.run
+
+
+@pytest.fixture
+def fails(capsys):
+    """Runs a command line that must fail: its exit code, and the one line on standard error."""
+
+    def call(*argv: str) -> tuple[int, str]:
+        code = main(argv)
+        told = capsys.readouterr()
+        assert told.err.startswith("decodelab: error: ")
+        assert told.err.count("\n") == 1
+        return code, told.err.removeprefix("decodelab: error: ").rstrip("\n")
+
+    return call
+
+
+def test_a_run_gets_the_configuration(runs):
+    assert main(["run", "drafting=none", "seed=5"]) == 0
+    assert (runs.configs[0].drafting, runs.configs[0].seed) == (Nothing(), 5)
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_the_exit_code_is_the_job_s(code, runs):
+    runs.does = [code]
+    assert main(["run", "drafting=none"]) == code
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (UserError("the prompt\nis empty"), 2, "the prompt is empty"),
+        (BrokenResult("the output is not the target's"), 1, "the output is not the target's"),
+        (KeyboardInterrupt(), 130, "interrupted; what was finished before is kept"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/out/events.jsonl"), 1,
+            "the disk is full: /out/events.jsonl was not written whole; "
+            "free some space, or name another disk with output=DIR",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"), 1,
+            "the disk is full: a file of the run was not written whole; "
+            "free some space, or name another disk with output=DIR",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_job_raises_is_one_line(raised, code, line, runs, fails):
+    runs.does = [raised]
+    assert fails("run", "drafting=none") == (code, line)
+
+
+@pytest.mark.parametrize("bug", [ValueError("a bug"), OSError(errno.EIO, "input/output error")])
+def test_a_bug_keeps_its_traceback(bug, runs):
+    runs.does = [bug]
+    with pytest.raises(type(bug)):
+        main(["run", "drafting=none"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["chek"], "'chek' is no job: did you mean check? jobs are run, check"),
+        (["drafting=none"], f"name a job, run or check: {USAGE}"),
+        (["run", "--sweep"], "--sweep is unknown: options are --config-dir DIR, --cfg job, -m, --help, --version"),
+        (["run", "--config-dir"], "--config-dir needs a value: --config-dir DIR"),
+        (["run", "--cfg"], "--cfg needs a value: --cfg job"),
+        (["run", "--cfg", "hydra"], "--cfg hydra is unknown: --cfg job prints the configuration"),
+        (["run", "--config-dir=/no"], "--config-dir /no is no folder; it holds YAML such as drafting/mine.yaml"),
+        (["run", "task"], "'task' is no KEY=VALUE: write task=VALUE"),
+        (["run", "seed=x"], "seed must be an integer, got 'x'"),
+        (["check", "device=gpu"], "device=gpu is unknown; there are auto, cpu, cuda, and cuda:1 for the second GPU"),
+        (["run", "seed=1,2"], """seed=1,2 lists several values: -m runs each; for one value quote it, 'seed="1,2"'"""),
+        (["run", "-m", "seed=range(3,1)"], "seed=range(3,1) names nothing to run"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(argv, line, runs, fails):
+    assert fails(*argv) == (2, line)
+    assert runs.configs == []
+
+
+def test_cfg_prints_what_would_be_run(runs, capsys):
+    assert main(["run", "--cfg", "job", "drafting=none", "task.limit=3"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == compose(["drafting=none", "task.limit=3"]).resolved
+    assert runs.configs == []
+
+
+def test_config_dir_adds_options(runs, tmp_path):
+    (tmp_path / "drafting").mkdir()
+    (tmp_path / "drafting" / "mine.yaml").write_text("# Mine.\n_target_: decodelab.drafting.none.Nothing\n")
+    assert main(["run", "--config-dir", str(tmp_path), "drafting=mine"]) == 0
+    assert runs.configs[0].drafting == Nothing()
+
+
+def test_a_sweep_goes_on_after_a_failure(runs, capsys):
+    runs.does = [ValueError("a bug"), UserError("no"), 1]
+    assert main(["run", "-m", "drafting=none", "seed=1,2,3,4"]) == 1
+    told = capsys.readouterr()
+    assert [config.seed for config in runs.configs] == [1, 2, 3, 4]
+    assert [line for line in told.out.splitlines() if "seed" in line] == [
+        "[1/4] seed=1", "[2/4] seed=2", "[3/4] seed=3", "[4/4] seed=4",
+        "failed      seed=1", "error       seed=2", "failed      seed=3", "done        seed=4",
+    ]  # fmt: skip
+    assert "ValueError: a bug" in told.err
+    assert "decodelab: error: no" in told.err
+    assert main(["run", "-m", "drafting=none", "seed=1,2"]) == 0
+
+
+def test_keys_of_one_option_fail_in_the_cells_of_another_alone(runs, capsys):
+    """hydra#2888: Hydra refuses such a sweep as a whole."""
+    assert main(["run", "-m", "drafting=none,draft_model", "drafting.max_draft=8"]) == 1
+    assert [config.drafting.max_draft for config in runs.configs] == [8]
+    assert "drafting.max_draft is unknown: drafting has no keys" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_a_sweep(runs, capsys):
+    runs.does = [0, KeyboardInterrupt()]
+    assert main(["run", "-m", "drafting=none", "seed=1,2,3"]) == 130
+    assert capsys.readouterr().out.splitlines()[-2:] == ["done        seed=1", "interrupted seed=2"]
+
+
+def test_the_cells_of_a_sweep_do_not_write_over_each_other(runs):
+    assert main(["run", "-m", "drafting=none", "output=out", "seed=1,2", "task.path=a/b,c"]) == 0
+    folders = [Path(config.output) for config in runs.configs]
+    assert folders[0] == Path("out/seed=1,task.path=a_b")
+    assert len(set(folders)) == 4
+    assert [config.resolved["output"] for config in runs.configs] == [str(folder) for folder in folders]
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["run", "--help"], ["-h", "check"]])
+def test_help_names_jobs_options_keys_and_examples(argv, capsys):
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    for job in [argv[0]] if argv and argv[0] in JOBS else [argv[1]] if len(argv) > 1 else JOBS:
+        assert f"  {job}  " in text
+    for group, options in groups().items():
+        assert f"  {group}  " in text
+        for option in options:
+            assert option in text
+    for key in (
+        "seed: 0",
+        "max_new_tokens: 64",
+        "repetition_penalty: 1.0",
+        "path: null",
+        "smollm2-135m*",
+        "--config-dir DIR",
+    ):
+        assert key in text
+    assert "_target_:" not in text
+    assert text.rstrip().endswith(EXAMPLES[-1])
+
+
+def test_help_follows_the_chosen_options(capsys):
+    assert main(["run", "drafting=draft_model", "acceptance=sampling", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "DRAFTING: drafting.KEY=VALUE, with drafting=draft_model" in text
+    assert "proposal: coupled" in text
+    assert "  temperature: 1.0" in text
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_compose(example, runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("decodelab.experiments.check.check", runs)
+    words = shlex.split(example.split("   ")[0].split("  ")[0])[1:]
+    assert main(words) == 0
+    assert runs.configs
+
+
+def test_version(capsys):
+    from decodelab import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"decodelab {__version__}\n"
+
+
+def test_help_waits_for_neither_torch_nor_hydra():
+    code = (
+        "import sys; from decodelab.experiments.cli import main; main(['run', '--help']); main(['--version']);"
+        "sys.exit(str({'torch', 'transformers', 'hydra', 'omegaconf', 'rich', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == "set()\n"
+
+
+def test_a_reader_that_goes_away_is_one_line():
+    code = "import sys; from decodelab.experiments.cli import main; sys.stdin.read(); sys.exit(main(['--help']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    process.stdin.close()
+    assert process.stderr.read() == "decodelab: error: whoever read the output has closed it\n"
+    assert process.wait() == 1
