@@ -1,6 +1,6 @@
-"""Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): copy what followed the text's end where it stood before.
+"""Prompt lookup: copy what followed the end of the text where it stood before.
 
-Departs from it in that the longest match is looked for, of any length, and in linear time.
+After github.com/apoorvumang/prompt-lookup-decoding, but the longest match is looked for, of any length, in linear time.
 """
 
 from collections.abc import Sequence
@@ -39,10 +39,9 @@ class PromptLookup:
             )
         if self.min_ngram < 1:
             raise UserError(f"drafting.min_ngram must be at least 1, got {self.min_ngram}")
-        if self.max_ngram is not None and self.max_ngram != 0 and self.max_ngram < self.min_ngram:
-            raise UserError(
-                f"drafting.max_ngram must be at least min_ngram ({self.min_ngram}) or null for no bound, got {self.max_ngram}"
-            )
+        if self.max_ngram and self.max_ngram < self.min_ngram:
+            least = f"at least min_ngram ({self.min_ngram})"
+            raise UserError(f"drafting.max_ngram must be {least} or null for no bound, got {self.max_ngram}")
         if self.per_match is not None and self.per_match <= 0:
             raise UserError(f"drafting.per_match must be above 0, or null for no cap, got {self.per_match}")
 

@@ -1,6 +1,7 @@
 """The suites catch what they are for: drafters that break one promise each."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,14 +21,11 @@ class Repeater:
     """Proposes what followed the last token where it stood last. `fault` names the promise that it breaks."""
 
     fault: str = ""
-    sources: tuple[str, ...] = ("repeater",)
-    needs: Needs = Needs()
     kept: list[int] = field(default_factory=list)
-    open: int = 0
 
-    @property
-    def gives(self):
-        return Gives("chain", rows=4, depth=4)
+    sources: ClassVar[tuple[str, ...]] = ("repeater",)
+    needs: ClassVar[Needs] = Needs()
+    gives: ClassVar[Gives] = Gives("chain", rows=4, depth=4)
 
     def start(self, requests):
         if self.fault == "remembers other requests":
@@ -100,8 +98,7 @@ def test_a_sound_drafter_passes():
 def test_a_broken_promise_is_found(fault, check, message):
     with pytest.raises(AssertionError, match=message):
         check(lambda: Repeater(fault))
-    with pytest.raises(AssertionError):
-        testing.drafter_suite(lambda: Repeater(fault))
+    assert check in testing.DRAFTER_CHECKS
 
 
 def test_an_object_that_is_no_drafter_is_named():

@@ -7,7 +7,7 @@ from decodelab.drafting.suffix_automaton import START, SuffixAutomaton
 
 
 def _longest(text, stop, limit):
-    """(length, end) of the longest end of text[:stop] that ended earlier, at most `limit` long: by trying everything."""
+    """(length, end) of the longest end of text[:stop] that ended earlier, of at most `limit` tokens: by trying all."""
     for length in range(min(stop - 1, limit or stop), 0, -1):
         for end in range(length - 1, stop - 1):
             if text[end - length + 1 : end + 1] == text[stop - length : stop]:
@@ -67,7 +67,7 @@ def _steps(text, limit):
     "kind", ["one token", "a cycle", "two tokens at random", "many tokens", "long repeats, broken"]
 )
 def test_work_grows_with_the_text_alone(kind, limit):
-    """vllm#16883: a proposal took O(length × longest match). Here a token takes constant work, whatever is looked for."""
+    """vllm#16883: a proposal took O(length × longest match). Here a token takes constant work, whatever the limit."""
     rng = random.Random(0)
     texts = {
         "one token": lambda n: [7] * n,
