@@ -337,7 +337,7 @@ def dequantise(path: Path, folder: Path, progress: Progress | None = None) -> Pa
     dtypes = {name: kind if kind in ("F16", "BF16") else "F32" for name, kind in kinds.items()}
     table: dict[str, dict[str, Any]] = {}
     total = 0
-    for name in sorted(names, key=lambda n: dtypes[n] != "F32"):  # the wider first: every tensor stays aligned
+    for name in names:
         shape = header.tensors[name].shape
         size = math.prod(shape) * (4 if dtypes[name] == "F32" else 2)
         table[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": (total, total + size)}
