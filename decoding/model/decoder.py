@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...attention.cache import Cache, DenseCache, Placement
 from ...attention.rows import Rows
 from ...kernels.linear import Linear
-from ...kernels.verify_attention import causal_attention, verify_attention
+from ...kernels.verify_attention import causal_attention, row_invariant, verify_attention
 from ..errors import UserError
 from .config import ModelConfig
 
@@ -140,7 +140,10 @@ class Decoder(nn.Module):
     def implementation(self) -> dict[str, str]:
         """Which code computes what, for a run's record."""
         products = sorted({m.implementation for m in self.modules() if isinstance(m, Linear)})
-        return {"linear": ", ".join(products), "attention": "row-wise float32" if self.device.type == "cpu" else "torch sdpa"}
+        attention = "torch sdpa"
+        if self.device.type == "cpu":
+            attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
+        return {"linear": ", ".join(products), "attention": attention}
 
     def open_cache(self, sequences: int, capacity: int) -> DenseCache:
         """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences."""

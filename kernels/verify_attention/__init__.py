@@ -6,9 +6,9 @@ from torch import Tensor
 from . import rowwise, sdpa
 from .reference import verify_attention_reference
 
-__all__ = ["causal_attention", "padded_keys", "verify_attention", "verify_attention_reference"]
+__all__ = ["causal_attention", "padded_keys", "row_invariant", "verify_attention", "verify_attention_reference"]
 
-padded_keys = rowwise.padded_keys
+padded_keys, row_invariant = rowwise.padded_keys, rowwise.row_invariant
 
 
 def verify_attention(
@@ -20,7 +20,8 @@ def verify_attention(
 ) -> Float[Tensor, "T HqD"]:
     """softmax(q kᵀ · scale) v with query head h reading KV head h // (Hq / Hkv).
 
-    `blocked[i, j]`: row i must not see key S − B + j; keys before S − B are seen by all rows. None: all are seen.
+    `blocked[i, j]`: row i must not see key S − B + j; keys before S − B are seen by all rows. None: all are seen. Every
+    row sees a key, and values that no row sees are finite.
     """
     path = rowwise if q.device.type == "cpu" else sdpa
     return path.verify(q, k, v, blocked, scale)

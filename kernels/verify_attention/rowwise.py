@@ -7,6 +7,8 @@ rows, and callers hand in the number of keys that `padded_keys` says, blocked wh
 share a KV head are rows of one product: K and V are never expanded.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,23 @@ _KEYS, _BLOCK = 64, 192
 def padded_keys(keys: int) -> int:
     """How many keys to hand in where a row sees `keys` of them, so that its sums do not depend on the number."""
     return max(keys, _KEYS) if keys <= _BLOCK else max(keys, 2 * _BLOCK)
+
+
+@lru_cache(maxsize=1)
+def row_invariant() -> bool:
+    """Whether this machine keeps the promise: products are MKL's choice, by processor, so it is observed."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(heads, 640, 64, generator=generator) for heads in (16, 1, 1))
+    q = q[:, :1]
+
+    def rows_that_see(n: int, rows: int, keys: int) -> Tensor:
+        blocked = torch.arange(keys).expand(rows, -1) >= n
+        return verify(q[:rows], k[:, :keys], v[:, :keys], blocked, 0.125)[:1]
+
+    return all(
+        torch.equal(rows_that_see(n, 1, padded_keys(n)), rows_that_see(n, 16, padded_keys(n + 60)))
+        for n in (40, 140, 250, 500)
+    )
 
 
 def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float) -> Tensor:

@@ -25,10 +25,14 @@ def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
-    grouped = q.view(T, Hkv, Hq // Hkv, D).permute(2, 1, 0, 3)  # [group, Hkv, T, D]: one call a member, K and V unexpanded
+    grouped = q.view(T, Hkv, Hq // Hkv, D).permute(
+        2, 1, 0, 3
+    )  # [group, Hkv, T, D]: one call a member, K and V unexpanded
     start = S - T
     if start == 0 and (window is None or window >= T):
-        parts = [F.scaled_dot_product_attention(g[None], k[None], v[None], is_causal=True, scale=scale) for g in grouped]
+        parts = [
+            F.scaled_dot_product_attention(g[None], k[None], v[None], is_causal=True, scale=scale) for g in grouped
+        ]
         return torch.stack(parts)[:, 0].permute(2, 1, 0, 3).reshape(T, Hq * D)
     out = q.new_empty(T, Hkv, Hq // Hkv, D)
     for lo in range(0, T, _BLOCK):
