@@ -1,0 +1,166 @@
+"""Attention paths against the float64 definition, and a row's bits whatever rows and keys stand beside its own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from decodelab.kernels.linear.reference import relative_error
+from decodelab.kernels.verify_attention import (
+    causal_attention,
+    padded_keys,
+    row_invariant,
+    sdpa,
+    verify_attention,
+    verify_attention_reference,
+)
+
+# Root mean square. float32: sums over D and S of a few units of 6e-8. bfloat16, row-wise: float32 inside, one rounding
+# of at most 2^-8 at the end; torch's own rounds the weights too, so twice that.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-8}
+TORCH_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7}
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+GROUPS = [
+    (1, 1),
+    (3, 2),
+    (3, 3),
+    (2, 5),
+    (2, 7),
+]  # KV heads, query heads for each: 2, 3, 5 and 7 too (flashinfer#258, #2684)
+
+
+def tensors(T: int, S: int, heads: tuple[int, int], D: int, dtype: torch.dtype, rng: torch.Generator) -> list[Tensor]:
+    Hkv, group = heads
+    shapes = ((T, Hkv * group, D), (Hkv, S, D), (Hkv, S, D))
+    return [torch.randn(*shape, generator=rng).to(dtype) for shape in shapes]
+
+
+def random_mask(T: int, B: int, rng: torch.Generator) -> Tensor:
+    blocked = torch.rand(T, B, generator=rng) < 0.5
+    blocked[:, 0] = False  # every row sees a key
+    return blocked
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", GROUPS)
+def test_rows_against_the_reference(dtype: torch.dtype, heads: tuple[int, int], rng: torch.Generator) -> None:
+    """Odd sizes, one row, fewer keys than the padding, a mask over all keys or the last of them."""
+    for T, S, D, B in ((1, 64, 64, 0), (1, 5, 8, 5), (3, 77, 80, 9), (16, 200, 16, 200), (5, 385, 128, 21)):
+        q, k, v = tensors(T, S, heads, D, dtype, rng)
+        blocked = random_mask(T, B, rng) if B else None
+        want = verify_attention_reference(q.double(), k.double(), v.double(), blocked, D**-0.5)
+        got = verify_attention(q, k, v, blocked, D**-0.5)
+        assert got.dtype == dtype
+        assert relative_error(got, want) < TOLERANCE[dtype], (T, S, D)
+        assert relative_error(sdpa.verify(q, k, v, blocked, D**-0.5), want) < TORCH_TOLERANCE[dtype], (T, S, D)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+def test_long_chains_against_the_reference(dtype: torch.dtype, window: int | None, rng: torch.Generator) -> None:
+    """Window W means keys i − W + 1 … i (transformers#39408); fewer rows than keys end together (flashinfer#348)."""
+    for T, S, heads in ((70, 70, (2, 3)), (300, 300, (1, 1)), (65, 130, (1, 2)), (270, 600, (1, 1))):
+        q, k, v = tensors(T, S, heads, 16, dtype, rng)
+        row, key = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+        unseen = (key > row) if window is None else (key > row) | (key <= row - window)
+        want = verify_attention_reference(q.double(), k.double(), v.double(), unseen, 0.25)
+        assert relative_error(causal_attention(q, k, v, 0.25, window), want) < TORCH_TOLERANCE[dtype], (T, S)
+
+
+def test_the_reference_on_a_case_done_by_hand() -> None:
+    """Two keys with weights 1/4 and 3/4; blocked, the first one has weight 0."""
+    q = torch.tensor([[[1.0]], [[1.0]]])
+    k, v = torch.tensor([[[0.0], [torch.log(torch.tensor(3.0))]]]), torch.tensor([[[4.0], [8.0]]])
+    blocked = torch.tensor([[False, False], [True, False]])
+    want = torch.tensor([[7.0], [8.0]])
+    torch.testing.assert_close(verify_attention_reference(q, k, v, blocked, 1.0), want)
+    torch.testing.assert_close(verify_attention(q, k, v, blocked, 1.0), want)
+    torch.testing.assert_close(verify_attention(2 * q, k, v, blocked, 0.5), want)
+
+
+bits = pytest.mark.skipif(not row_invariant(), reason="the products of this machine promise nothing to the bit")
+
+
+@bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [*GROUPS, (2, 6)])
+@pytest.mark.parametrize("D", [8, 64, 128])
+def test_a_row_has_the_same_bits_whatever_rows_stand_beside_it(
+    dtype: torch.dtype, heads: tuple[int, int], D: int, rng: torch.Generator
+) -> None:
+    for S in (64, 77, 192, 384, 511):
+        q, k, v = tensors(33, S, heads, D, dtype, rng)
+        want = verify_attention(q, k, v, None, D**-0.5)
+        for rows in (*range(1, 17), 32):
+            assert torch.equal(verify_attention(q[:rows], k, v, None, D**-0.5), want[:rows]), (S, rows)
+            assert torch.equal(verify_attention(q[-rows:], k, v, None, D**-0.5), want[-rows:]), (S, rows)
+
+
+@bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "D"), [((3, 3), 64), ((2, 7), 64), ((2, 6), 128), ((1, 1), 8), ((4, 1), 16)])
+def test_a_row_has_the_same_bits_whatever_keys_stand_behind_its_own(
+    dtype: torch.dtype, heads: tuple[int, int], D: int, rng: torch.Generator
+) -> None:
+    """A row that sees n keys, alone and with up to 60 rows behind it: MKL sums long rows in blocks."""
+    q, k, v = tensors(1, 1100, heads, D, dtype, rng)
+
+    def seen(n: int, keys: int) -> Tensor:
+        blocked = torch.ones(1, keys, dtype=torch.bool)
+        blocked[:, :n] = False
+        return verify_attention(q, k[:, :keys], v[:, :keys], blocked, D**-0.5)
+
+    for n in (
+        1,
+        2,
+        3,
+        15,
+        16,
+        63,
+        64,
+        65,
+        100,
+        130,
+        *range(176, 194),
+        200,
+        256,
+        300,
+        380,
+        383,
+        384,
+        385,
+        500,
+        577,
+        1000,
+    ):
+        alone = seen(n, padded_keys(n))
+        for more in (1, 2, 3, 7, 15, 16, 60):
+            assert torch.equal(seen(n, padded_keys(n + more)), alone), (n, more)
+
+
+def test_what_is_handed_in_stays_as_it_is(rng: torch.Generator) -> None:
+    q, k, v = tensors(1, 64, (1, 2), 8, torch.float32, rng)
+    before = [t.clone() for t in (q, k, v)]
+    verify_attention(q, k, v, None, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
+
+
+def test_scores_far_apart_do_not_overflow(rng: torch.Generator) -> None:
+    """executorch#22133, flashinfer#4401: logits of ± 1e4."""
+    q, k, v = tensors(3, 64, (1, 1), 8, torch.float32, rng)
+    want = verify_attention_reference(q.double() * 100, k.double() * 100, v.double(), None, 1.0)
+    assert relative_error(verify_attention(q * 100, k * 100, v, None, 1.0), want) < TOLERANCE[torch.float32]
+
+
+def test_blocked_keys_do_not_count_whatever_they_are(rng: torch.Generator) -> None:
+    """mlx-vlm#2113: a zeroed key would still add e^0. Values are multiplied by 0, so the cache keeps them finite."""
+    q, k, v = tensors(4, 64, (2, 2), 8, torch.float32, rng)
+    blocked = torch.zeros(4, 14, dtype=torch.bool)
+    blocked[:, 4:] = True
+    want = verify_attention(q, k, v, blocked, 0.5)
+    k[:, 54:], v[:, 54:] = torch.nan, 1e30
+    assert torch.equal(verify_attention(q, k, v, blocked, 0.5), want)
+
+
+def test_the_number_of_keys_skips_where_sums_are_halved() -> None:
+    assert [padded_keys(n) for n in (1, 64, 65, 192, 193, 383, 384, 385)] == [64, 64, 65, 192, 384, 384, 384, 385]
