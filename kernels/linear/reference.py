@@ -16,4 +16,6 @@ def linear_reference(
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Root-mean-square error relative to the root-mean-square of `want`."""
     got, want = got.double(), want.double()
-    return float((got - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny))
+    return float(
+        (got - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    )
