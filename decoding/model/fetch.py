@@ -19,7 +19,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NOT_WANTED = ("*/*", "consolidated*")  # a repository's other formats, and Mistral's second copy of the weights
 
 
-class NotHere(UserError):
+class NotHere(UserError):  # noqa: N818 (to `check` it is an answer)
     """A model that would have to be fetched; the message is its name."""
 
 

@@ -17,7 +17,7 @@ from ..errors import UserError
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 _REMEDY = "free some space, or set DECODELAB_CACHE to a folder on a larger disk"
 _ABANDONED = 24 * 3600  # seconds after which a partial file is taken for the rest of a killed process
 _SETTLED = 2_000_000_000  # ns: a file changed more recently may change again under the same size and time stamp
@@ -30,13 +30,13 @@ def cache_dir() -> Path:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """A full disk or a forbidden folder, met while writing at `path`, as one line."""
+    """A full disk or a folder that cannot be written, met while writing at `path`, as one line."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             raise UserError(f"the disk is full: {path} was not written; {_REMEDY}") from error
-        if error.errno in _FORBIDDEN:
+        if error.errno in _UNUSABLE:
             raise UserError(
                 f"{path} is not writable ({error.strerror}): set DECODELAB_CACHE to a folder of yours"
             ) from error

