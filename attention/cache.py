@@ -151,8 +151,8 @@ class DenseCache:
         for sequence, a, b in runs:  # all or nothing: check before anything is recorded
             if b - a > self.room(sequence):
                 raise ValueError(
-                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for {self.room(sequence)} "
-                    f"of {self.capacity}; open the cache with prompt + max_new_tokens + the draft's rows"
+                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for "
+                    f"{self.room(sequence)} of {self.capacity}; open it with prompt + max_new_tokens + the draft's rows"
                 )
         self._parents += rows.parents.tolist()
         parts, positions = [], np.empty(len(rows), dtype=np.int64)

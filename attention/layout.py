@@ -7,7 +7,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """One layer's entry. `owner`: the layer whose K and V it reads (itself unless shared across layers);
-    `window`: a row sees keys i − W + 1 … i (None: all); `sink`: first keys always seen; `bits`: 16 is the model's dtype.
+    `window`: a row sees keys i − W + 1 … i (None: all); `sink`: first keys always seen; `bits`: 16, as computed.
     """
 
     owner: int

@@ -31,7 +31,9 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def chains(tokens: Sequence[Sequence[int]], sequences: Sequence[int], last: Sequence[int] | None = None, first: int = 0) -> Rows:
+def chains(
+    tokens: Sequence[Sequence[int]], sequences: Sequence[int], last: Sequence[int] | None = None, first: int = 0
+) -> Rows:
     """One chain a sequence, side by side; `last[i]` is the staged row that chain i follows (−1: the prefix)."""
     parents: list[int] = []
     for i, chain in enumerate(tokens):

@@ -134,7 +134,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one forward decided. `tokens` follow the N newly committed rows; the first has index `position` in the sequence.
+    """What one forward decided. `tokens` follow the N newly committed rows; the first has index `position`.
 
     In a chunk of the prompt they are the prompt's own next tokens (with the first generated one behind the last chunk).
     `own_path`: the kept rows of this drafter's draft, root to leaf. `argmax` [1 + K], `topk` [1 + K, k] and `hidden`

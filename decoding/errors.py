@@ -3,7 +3,3 @@
 
 class UserError(ValueError):
     """The user's mistake: the message names the value, the bound and the remedy, in one line. Exit code 2."""
-
-
-class BrokenResult(RuntimeError):
-    """A run finished but its result does not hold (an exactness verdict of `broken`). Exit code 1."""

@@ -103,7 +103,9 @@ class Processors:
         if s.bad_words:
             hf.append(NoBadWordsLogitsProcessor(_word_ids(s.bad_words, tokenizer), list(eos_ids) or None))
         if s.min_new_tokens and eos_ids:
-            hf.append(MinNewTokensLengthLogitsProcessor(prompt_length, s.min_new_tokens, list(eos_ids), device=str(device)))
+            hf.append(
+                MinNewTokensLengthLogitsProcessor(prompt_length, s.min_new_tokens, list(eos_ids), device=str(device))
+            )
         if s.sample:
             if s.temperature != 1:
                 warpers.append(TemperatureLogitsWarper(s.temperature))
@@ -161,7 +163,7 @@ class Law:
         parents: Sequence[int] = (),
         argmax: Sequence[int] | None = None,
     ) -> None:
-        """`context`: prompt and emitted tokens; `tokens`, `parents`: the draft; `argmax` of the raw logits' rows, if known."""
+        """`context`: prompt and emitted tokens; `tokens`, `parents`: the draft; `argmax` of the rows' raw logits."""
         self._processors, self._logits, self._context = processors, logits, context
         self._tokens, self._parents, self._argmax = tokens, parents, argmax
         self._scores: dict[int, Tensor] = {}
@@ -191,7 +193,7 @@ class Law:
         return torch.softmax(self.scores(row), -1)
 
     def choose(self, row: int, noise: Noise, offset: int) -> int:
-        """What plain decoding would emit after `row`: the argmax, or the keyed draw `offset` tokens ahead of `noise`."""
+        """What plain decoding emits after `row`: the argmax, or the keyed draw `offset` tokens ahead of `noise`."""
         if self.settings.plain and self._argmax is not None:
             return self._argmax[row]
         return int(keyed_scores(self.settings, self.scores(row), noise.target(offset)).argmax())

@@ -20,7 +20,7 @@ from .request import Request
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`path`: the draft's rows that were emitted, root to leaf; `run`: the tokens emitted, the last of them not cached."""
+    """`path`: the draft's rows that were emitted, root to leaf; `run`: the tokens emitted, the last one not cached."""
 
     path: tuple[int, ...]
     run: tuple[int, ...]
@@ -54,14 +54,16 @@ class Live:
         """A drafter of the user's may err; the loop says so instead of writing past the cache."""
         if len(draft) > room.rows or draft.depth > room.depth:
             raise UserError(
-                f"{drafter} drafted {len(draft)} rows of depth {draft.depth}, but there is room for {room.rows} rows of "
+                f"{drafter} drafted {len(draft)} rows of depth {draft.depth}, but there is room for {room.rows} of "
                 f"depth {room.depth}; keep to the room that propose is given"
             )
-        if draft.tokens and not (0 <= min(draft.tokens) and max(draft.tokens) < vocab):
-            raise UserError(f"{drafter} drafted token id {max(draft.tokens)}, but the target's vocabulary ends at {vocab - 1}")
+        if draft.tokens and (min(draft.tokens) < 0 or max(draft.tokens) >= vocab):
+            raise UserError(
+                f"{drafter} drafted token id {max(draft.tokens)}, but the target's vocabulary ends at {vocab - 1}"
+            )
 
     def take(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "K1 V"] | None) -> Kept:
-        """Emit what the stop rule leaves of a verdict. `logits` of the root and the draft's rows, where log p is wanted."""
+        """Emit what the stop rule leaves of a verdict. `logits` of the root and the draft's rows, for log p."""
         run = [*(draft.tokens[row] for row in verdict.path), verdict.next]
         count, self.out.reason = self.request.stop.cut(self.out.tokens, run)
         kept = Kept(verdict.path[:count], tuple(run[:count]))
@@ -95,7 +97,9 @@ def _rivals(draft: Draft, kept: int, sources: Sequence[str]) -> tuple[str, ...]:
     same = (
         i
         for i in range(len(draft))
-        if i != kept and draft.judged[i] and (draft.parents[i], draft.tokens[i]) == (draft.parents[kept], draft.tokens[kept])
+        if i != kept
+        and draft.judged[i]
+        and (draft.parents[i], draft.tokens[i]) == (draft.parents[kept], draft.tokens[kept])
     )
     names = dict.fromkeys(sources[draft.source[i]] for i in same)
     return tuple(name for name in names if name != sources[draft.source[kept]])

@@ -10,7 +10,7 @@ from ..attention.cache import Cache
 from ..attention.rows import chains
 from .acceptance import Acceptance
 from .draft import EMPTY, Drafter, Opened
-from .events import Clock, Generation, Prefill, Step
+from .events import Clock, Generation, Prefill, Step, finish
 from .law import Law
 from .live import Live, assemble, seen, seen_prompt
 from .model.decoder import Decoder
@@ -40,7 +40,10 @@ def decode(
     prefilled: list[tuple[list[Any], Live]] = []
     starting = [clock.mark()]
     try:
-        opened = [Opened(r.prompt, r.documents, r.stop.limit, r.processors, s.slot, cache) for r, s in zip(requests, live, strict=True)]
+        opened = [
+            Opened(r.prompt, r.documents, r.stop.limit, r.processors, s.slot, cache)
+            for r, s in zip(requests, live, strict=True)
+        ]
         for s, state in zip(live, drafter.start(opened), strict=True):
             s.state, s.started = state, True
         starting.append(clock.mark())
@@ -75,7 +78,9 @@ def decode(
                 law = Law(s.request.processors, logits, s.tokens, draft.tokens, draft.parents, argmax[mine])
                 kept.append(s.take(draft, acceptance.judge(draft, law, n), logits))
             marks.append(clock.mark())
-            cache.commit({s.slot: [a, *(a + 1 + row for row in k.cached)] for s, k, a in zip(live, kept, at, strict=True)})
+            cache.commit(
+                {s.slot: [a, *(a + 1 + row for row in k.cached)] for s, k, a in zip(live, kept, at, strict=True)}
+            )
             marks.append(clock.mark())
 
             each = list(zip(live, kept, drafts, at, strict=True))
@@ -110,7 +115,7 @@ def decode(
 def _prefill(
     target: Decoder, cache: Cache, drafter: Drafter[Any], acceptance: Acceptance, s: Live, seed: int, clock: Clock
 ) -> list[Any]:
-    """Read the prompt in chunks and decide the first token. Returns the marks around the forwards and the drafter's part."""
+    """Read the prompt in chunks and decide the first token. Returns marks around the forwards and the drafting."""
     marks = [clock.mark()]
     prompt, needs = s.request.prompt, drafter.needs
     pieces = []
@@ -145,7 +150,4 @@ def generate(
     target: Decoder, requests: Sequence[Request], drafter: Drafter[Any], acceptance: Acceptance, **options: Any
 ) -> list[Generation]:
     """Every request to its end."""
-    out: list[Generation] = []
-    for out in decode(target, requests, drafter, acceptance, **options):
-        pass
-    return out
+    return finish(decode(target, requests, drafter, acceptance, **options))

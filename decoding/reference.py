@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.rows import chains
-from .events import Generation, Prefill
+from .events import Generation, Prefill, finish
 from .law import LawSettings, keyed_scores
 from .model.decoder import Decoder
 from .noise import Noise
@@ -71,9 +72,6 @@ def decode(
         yield done
 
 
-def generate(target: Decoder, requests: Sequence[Request], law: LawSettings, **options: object) -> list[Generation]:
+def generate(target: Decoder, requests: Sequence[Request], law: LawSettings, **options: Any) -> list[Generation]:
     """Every request to its end."""
-    out: list[Generation] = []
-    for out in decode(target, requests, law, **options):  # type: ignore[arg-type]
-        pass
-    return out
+    return finish(decode(target, requests, law, **options))

@@ -45,7 +45,7 @@ def request(
         raise UserError("the prompt is empty (0 tokens); give at least one token")
     if len(prompt) >= context:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens, but the model's context holds {context} and one must be free; shorten it"
+            f"the prompt has {len(prompt)} tokens, but the context holds {context} and one must be free; shorten it"
         )
     if (worst := max(prompt)) >= vocab or min(prompt) < 0:
         raise UserError(f"the prompt holds token id {worst}, but the model's vocabulary ends at {vocab - 1}")

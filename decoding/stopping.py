@@ -52,7 +52,7 @@ class StopRule:
         return len(run), None
 
     def _completes_a_stop(self, tokens: list[int]) -> bool:
-        """Only the newest token can complete one: a window of as many tokens as the longest has bytes, and a few, holds it."""
+        """Only the newest token can complete one; as many tokens as the longest has bytes, and a few, hold it."""
         assert self.text is not None
         window = max(len(s.encode()) for s in self.stop) + 8
         text = self.text(tokens[-window:])

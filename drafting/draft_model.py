@@ -41,7 +41,9 @@ class DraftSpec:
     @property
     def model(self) -> ModelSpec:
         if self.name is None and self.path is None:
-            raise UserError("drafting=draft_model has no model; name one with drafting.model.name= or drafting.model.path=")
+            raise UserError(
+                "drafting=draft_model has no model; name one with drafting.model.name= or drafting.model.path="
+            )
         return ModelSpec(self.name, self.path, self.revision, self.adapter)
 
 
@@ -70,7 +72,8 @@ class DraftModel:
             raise UserError(f"drafting.proposal must be coupled or sampled, got {self.proposal!r}")
         if self.temperature is not None and (self.temperature <= 0 or self.proposal == "coupled"):
             raise UserError(
-                f"drafting.temperature must be above 0 and goes with proposal=sampled, got {self.temperature} with {self.proposal}"
+                "drafting.temperature must be above 0 and goes with proposal=sampled, "
+                f"got {self.temperature} with {self.proposal}"
             )
         if not 0 <= self.confidence < 1:
             raise UserError(f"drafting.confidence must be at least 0 and below 1, got {self.confidence}")
@@ -102,14 +105,14 @@ class DraftModel:
 
 
 def same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, name: str, target_name: str) -> None:
-    """Two models may share ids only if every token has one id; the sizes of their embeddings may differ by padding."""
+    """Two models may share ids only if every token has one id; their embeddings may differ in size by padding."""
     a, b = draft.get_vocab(), target.get_vocab()
     if a == b:
         return
     differing = next(t for t in (*a, *b) if a.get(t) != b.get(t))
     raise UserError(
-        f"{name} cannot draft for {target_name}: their tokenizers differ (token {differing!r} has id {a.get(differing)} and "
-        f"{b.get(differing)}); name a draft model with the target's tokenizer"
+        f"{name} cannot draft for {target_name}: their tokenizers differ (token {differing!r} has id "
+        f"{a.get(differing)} and {b.get(differing)}); name a draft model with the target's tokenizer"
     )
 
 
@@ -141,7 +144,9 @@ class ModelDrafter:
 
     def __post_init__(self) -> None:
         if self.settings.proposal == "sampled" and not self.law.sample:
-            raise UserError("drafting.proposal=sampled needs acceptance=sampling; with greedy acceptance use proposal=coupled")
+            raise UserError(
+                "drafting.proposal=sampled needs acceptance=sampling; with greedy acceptance use proposal=coupled"
+            )
 
     @property
     def needs(self) -> Needs:
@@ -171,7 +176,7 @@ class ModelDrafter:
         free = self.model.config.max_positions - len(state.tokens) + 1
         if wanted and free < 1:
             warnings.warn(
-                f"the draft model's context of {self.model.config.max_positions} tokens is full: nothing is drafted past it",
+                f"the draft model's context of {self.model.config.max_positions} tokens is full: no drafts past it",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -184,7 +189,9 @@ class ModelDrafter:
         for cache in caches.values():
             mine = [i for i, s in enumerate(states) if s.cache is cache and depth[i]]
             if mine:
-                drawn = self._chains(cache, [states[i] for i in mine], [depth[i] for i in mine], [noise[i] for i in mine])
+                drawn = self._chains(
+                    cache, [states[i] for i in mine], [depth[i] for i in mine], [noise[i] for i in mine]
+                )
                 for i, draft in zip(mine, drawn, strict=True):
                     drafts[i] = draft
         return drafts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from .. import __version__
-from ..decoding.errors import BrokenResult, UserError
+from ..decoding.errors import UserError
 from .compose import CONFIGS, Cell, compose, defaults, expand, groups
 from .construct import did_you_mean
 
@@ -57,8 +57,6 @@ def _in_one_line(do: Callable[[], int]) -> int:
         return do()
     except UserError as error:
         return _fail(2, str(error))
-    except BrokenResult as error:
-        return _fail(1, str(error))
     except KeyboardInterrupt:
         return _fail(130, "interrupted; what was finished before is kept")
     except OSError as error:

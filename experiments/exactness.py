@@ -67,7 +67,11 @@ def is_near_tie(d: Divergence, top: float, dtype: torch.dtype) -> bool:
 
 
 def verdict(
-    divergences: Sequence[tuple[Divergence, float]], prompts: int, drafter: Drafter[Any], rule: Acceptance, dtype: torch.dtype
+    divergences: Sequence[tuple[Divergence, float]],
+    prompts: int,
+    drafter: Drafter[Any],
+    rule: Acceptance,
+    dtype: torch.dtype,
 ) -> Verdict:
     """`divergences` with the top score at each. See the design's table of definitions."""
     if rule.guarantee == "lossy":
@@ -77,7 +81,5 @@ def verdict(
         return "same law" if (type(rule).__name__, drafter.gives.q) in PROVEN else "broken"
     if not divergences:
         return "exact"
-    if all(is_near_tie(d, top, dtype) for d, top in divergences):
-        if dtype != torch.float32 or len(divergences) <= MOST_NEAR * prompts:
-            return "near-tie"
-    return "broken"
+    few = dtype != torch.float32 or len(divergences) <= MOST_NEAR * prompts
+    return "near-tie" if few and all(is_near_tie(d, top, dtype) for d, top in divergences) else "broken"

@@ -77,14 +77,6 @@ class Lab:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def finish(steps: Iterator[list[Generation]]) -> list[Generation]:
-    """Run a decoding to its end."""
-    done: list[Generation] = []
-    for done in steps:
-        pass
-    return done
-
-
 def load_lab(
     model: ModelSpec,
     drafting: DrafterSettings,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ..decoding.errors import UserError
-from ..decoding.events import Generation
+from ..decoding.events import Generation, finish
 from ..decoding.model.storage import cache_dir
 from ..decoding.request import Request
 from . import exactness
 from .compare_hf import HfPeer
 from .exactness import Divergence
 from .items import Item
-from .lab import Lab, finish
+from .lab import Lab
 from .tasks import Task, TaskSettings, encode, encode_documents
 
 WARM_TOKENS = 16
@@ -135,7 +135,7 @@ def measure(
 def _units(
     lab: Lab, task: Task, settings: TaskSettings, batch: int, out: Measurement
 ) -> Iterator[tuple[list[str], list[Item], list[Request]]]:
-    """Batches of prompts: the first turn of `batch` items, then their second turns, which follow the baseline's answers."""
+    """Batches of prompts: the first turn of `batch` items, then their second ones, after the baseline's answers."""
     for at in range(0, len(task.items), batch):
         group = task.items[at : at + batch]
         answers: dict[str, list[str]] = {item.id: [] for item in group}
@@ -146,7 +146,9 @@ def _units(
             for name, item in zip(names, items, strict=True):
                 prompt = encode(item, answers[item.id], lab.tokenizer, settings)
                 try:
-                    requests.append(lab.request(prompt, settings.max_new_tokens, documents=encode_documents(item, lab.tokenizer)))
+                    requests.append(
+                        lab.request(prompt, settings.max_new_tokens, documents=encode_documents(item, lab.tokenizer))
+                    )
                 except UserError as error:
                     raise UserError(f"{name}: {error}") from error
             yield names, items, requests
@@ -170,7 +172,8 @@ def _both(
 
 def _compare(lab: Lab, sample: Sample, requests: Sequence[Request], index: int, seed: int) -> None:
     """Set the sample's divergence; the plain decoder runs again only to read its scores there."""
-    assert sample.baseline is not None and sample.strategy is not None
+    assert sample.baseline is not None
+    assert sample.strategy is not None
     at = exactness.first_difference(sample.baseline.tokens, sample.strategy.tokens)
     if at is None:
         return
@@ -184,7 +187,9 @@ def _compare(lab: Lab, sample: Sample, requests: Sequence[Request], index: int, 
     for _ in lab.plain(requests, seed, watch=watch):
         if at in seen:
             break
-    sample.divergence = exactness.divergence(sample.id, sample.baseline.tokens, sample.strategy.tokens, lambda _: seen[at])
+    sample.divergence = exactness.divergence(
+        sample.id, sample.baseline.tokens, sample.strategy.tokens, lambda _: seen[at]
+    )
 
 
 def _ask_hf(hf: HfPeer, samples: Sequence[Sample], unit: int, lab: Lab) -> None:
@@ -207,7 +212,7 @@ def _running(samples: Sequence[Sample], timed: bool) -> str:
 
 
 class Baselines:
-    """Plain decoding's tokens kept on disk, for `timing=untimed`: a sweep over drafters decodes each prompt plainly once.
+    """Plain decoding's tokens kept on disk, for `timing=untimed`: a sweep over drafters decodes a prompt plainly once.
 
     The name of the file holds everything that the tokens depend on but the prompt.
     """

@@ -23,7 +23,11 @@ class Watch:
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(
-                *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=self._console, transient=True
+                *columns,
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._console,
+                transient=True,
             )
             self._bar.start()
         return self

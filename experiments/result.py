@@ -18,7 +18,6 @@ from ..attention.layout import Layout
 from ..decoding.events import Generation
 from ..decoding.model.decoder import Decoder
 from . import exactness, metrics
-from .config import RunConfig
 from .hardware import Peaks
 from .lab import Lab
 from .measure import Measurement, Sample
@@ -36,7 +35,8 @@ def run_key(resolved: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
 
 
 def build_result(
-    config: RunConfig,
+    config: Mapping[str, Any],
+    batch: int,
     lab: Lab,
     measured: Measurement,
     *,
@@ -45,7 +45,6 @@ def build_result(
     peaks: Peaks | None,
     peak_bytes: int | None,
     warnings: Sequence[str],
-    predicted: float | None = None,
     profile: Mapping[str, Any] | None = None,
     compare_hf: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -61,12 +60,10 @@ def build_result(
         lab.acceptance,
         lab.target.dtype,
     )
-    speedup = _speedup(samples, "decode") if timed else None
-    end_to_end = _speedup(samples, "latency") if timed else None
     return {
         "schema": SCHEMA,
-        "key": run_key(config.resolved, digests),
-        "config": dict(config.resolved),
+        "key": run_key(config, digests),
+        "config": dict(config),
         "digests": dict(digests),
         "provenance": dict(provenance),
         "status": "broken" if verdict == "broken" else "interrupted" if measured.interrupted else "done",
@@ -78,9 +75,9 @@ def build_result(
             "time_share": metrics.time_share(steps) if timed else None,
         },
         "by_category": by_category(samples, timed),
-        "speedup": _interval(speedup),
-        "end_to_end_speedup": _interval(end_to_end),
-        "predicted_speedup": predicted,
+        "speedup": asdict(speedup(samples, "decode")) if timed else None,
+        "end_to_end_speedup": asdict(speedup(samples, "latency")) if timed else None,
+        "predicted_speedup": profile["predicted_speedup"] if profile else None,
         "exactness": {
             "verdict": verdict,
             "identical": sum(s.divergence is None for s in samples),
@@ -88,7 +85,7 @@ def build_result(
             "divergences": [s.divergence.as_dict() for s in samples if s.divergence],
         },
         "memory": _memory(lab.target, samples, peak_bytes),
-        "decode": _mbu(lab.target, baseline, strategy, config.batch, peaks) if timed else None,
+        "decode": _mbu(lab.target, baseline, strategy, batch, peaks) if timed else None,
         "prefill": _mfu(lab.target, strategy, peaks) if timed else None,
         "quality": None,
         "compare_hf": dict(compare_hf) if compare_hf else None,
@@ -107,7 +104,7 @@ def _untimed(done: Sequence[Generation]) -> dict[str, Any]:
     return {"tokens": sum(len(g.tokens) for g in done), **dict.fromkeys(names)}
 
 
-def _speedup(samples: Sequence[Sample], kind: str) -> Interval:
+def speedup(samples: Sequence[Sample], kind: str) -> Interval:
     """Over units: a prompt, or the prompts of one batch, whose time is that of its slowest."""
     units: dict[int, list[Sample]] = {}
     for s in samples:
@@ -126,10 +123,6 @@ def _speedup(samples: Sequence[Sample], kind: str) -> Interval:
     return speedup_interval(*(torch.tensor(c, dtype=torch.float64).numpy() for c in columns))
 
 
-def _interval(interval: Interval | None) -> dict[str, Any] | None:
-    return None if interval is None else asdict(interval)
-
-
 def by_category(samples: Sequence[Sample], timed: bool) -> dict[str, Any]:
     out = {}
     for name in dict.fromkeys(s.category for s in samples):
@@ -137,7 +130,7 @@ def by_category(samples: Sequence[Sample], timed: bool) -> dict[str, Any]:
         found = metrics.acceptance([step for g in _sides(mine)[1] for step in g.steps])
         out[name] = {
             "n": len(mine),
-            "speedup": asdict(_speedup(mine, "decode")) if timed else None,
+            "speedup": asdict(speedup(mine, "decode")) if timed else None,
             "tokens_per_step": found["tokens_per_step"],
             "acceptance_rate": found["acceptance_rate"],
         }
@@ -160,7 +153,7 @@ def _memory(target: Decoder, samples: Sequence[Sample], peak_bytes: int | None) 
 def _mbu(
     target: Decoder, baseline: Sequence[Generation], strategy: Sequence[Generation], batch: int, peaks: Peaks | None
 ) -> dict[str, Any] | None:
-    """Bytes a step reads (weights and committed KV) ÷ its seconds ÷ the peak measured here; the textbook's beside it."""
+    """Bytes a step reads (weights, committed KV) ÷ its seconds ÷ the peak measured here; the textbook's beside it."""
     if peaks is None:
         return None
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
@@ -187,7 +180,8 @@ def _mfu(target: Decoder, done: Sequence[Generation], peaks: Peaks | None) -> di
     head = target.unembedding.in_features * target.unembedding.out_features
     inner = target.weight_bytes // target.dtype.itemsize - head
     flops = sum(
-        g.prompt_tokens * metrics.decode_flops_per_token(inner, c.layers, c.heads, c.head_dim, g.prompt_tokens / 2) + 2.0 * head
+        g.prompt_tokens * metrics.decode_flops_per_token(inner, c.layers, c.heads, c.head_dim, g.prompt_tokens / 2)
+        + 2.0 * head
         for g in done
     )
     used = metrics.ratio(flops, sum(g.prefill.seconds for g in done if g.prefill) * peaks.flops_per_s)
@@ -254,7 +248,12 @@ def _events(samples: Sequence[Sample]) -> Iterable[dict[str, Any]]:
 
 
 def _sample(s: Sample, lab: Lab) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": s.id, "category": s.category, "prompt_tokens": len(s.prompt), "prompt": lab.text(s.prompt)}
+    row: dict[str, Any] = {
+        "id": s.id,
+        "category": s.category,
+        "prompt_tokens": len(s.prompt),
+        "prompt": lab.text(s.prompt),
+    }
     for side, g in (("baseline", s.baseline), ("strategy", s.strategy)):
         if g is not None:
             timed = bool(g.delivered)

@@ -1,26 +1,30 @@
 """The job `run`: strategy against baseline on a task."""
 
 import sys
-import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from ..decoding import cost
 from ..decoding.errors import UserError
+from ..decoding.model.source import open_source
 from ..drafting.draft_model import DraftModel
 from . import hardware, table
-from .compare_hf import HfPeer
-from .composition import resolve, resolve_device, resolve_dtype
+from .compare_hf import HfPeer, summarise, why_not
+from .composition import resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
-from .cost import measured_cost
 from .lab import Heard, Lab, load_lab
 from .measure import Measurement, measure
 from .progress import Watch
-from .result import build_result, provenance, run_key, write_run
+from .result import build_result, provenance, run_key, speedup, write_run
 from .tasks import load_task
+
+PROFILED = 3  # prompts from which the draft's cost is taken
 
 
 def run(config: RunConfig) -> int:
@@ -34,8 +38,12 @@ def run(config: RunConfig) -> int:
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
     with Watch() as watch, Heard() as heard:
-        notes = list(resolve(config, None).warnings)
-        lab = load_lab(config.model, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step)
+        notes = resolve(config).notes()
+        if (idle := unused_gpu()) is not None:
+            notes.append(idle)
+        lab = load_lab(
+            config.model, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step
+        )
         notes += lab.notes
         digests = {"weights": lab.source.digest, "draft": draft_digest(config), "task": task.digest}
         folder = _folder(config, run_key(config.resolved, digests), lab, started)
@@ -51,9 +59,10 @@ def run(config: RunConfig) -> int:
             hf=hf,
             progress=lambda done, total, note: watch.step("decoding", done, total, note),
         )
-        cost = measured_cost(lab, measured, config.seed, watch.step) if config.profile and not measured.interrupted else None
+        profiled = _profile(lab, measured, config.seed) if config.profile and not measured.interrupted else None
     result = build_result(
-        config,
+        config.resolved,
+        config.batch,
         lab,
         measured,
         digests=digests,
@@ -71,12 +80,12 @@ def run(config: RunConfig) -> int:
         peaks=peaks,
         peak_bytes=hardware.peak_memory_bytes(device),
         warnings=[*notes, *heard.texts],
-        predicted=cost.predicted if cost else None,
-        profile=cost.as_dict() if cost else None,
-        compare_hf=hf.summary([s for s in measured.samples]) if hf else None,
+        profile=profiled,
+        compare_hf=_summary(hf, measured) if hf else None,
     )
     write_run(folder, result, measured.samples, lab)
-    title = f"{lab.source.label}: {' + '.join(lab.drafter.sources)}, {type(config.acceptance).__name__.lower()}, {task.label}"
+    rule = type(config.acceptance).__name__.lower()
+    title = f"{lab.source.label}: {' + '.join(lab.drafter.sources)}, {rule}, {task.label}"
     table.show(result, measured.samples, title, result["provenance"]["device"], console)
     console.print(f"written to {folder}")
     if measured.interrupted:
@@ -87,22 +96,43 @@ def run(config: RunConfig) -> int:
 
 def draft_digest(config: RunConfig) -> str | None:
     """The weights of the model that drafts, if one does."""
-    from ..decoding.model.source import open_source
-
     return open_source(config.drafting.model.model).digest if isinstance(config.drafting, DraftModel) else None
 
 
-def _peer(config: RunConfig, lab: Lab, dtype: torch.dtype, device: torch.device) -> HfPeer:
-    from ..decoding.model.source import open_source
+def _profile(lab: Lab, measured: Measurement, seed: int) -> dict[str, Any]:
+    """T(k) and the draft's cost, measured apart from the timed run, and what they say of it."""
+    samples = measured.samples
+    steps = [step for s in samples if s.strategy for step in s.strategy.steps]
+    context = round(mean(len(s.prompt) + len(s.baseline.tokens) / 2 for s in samples if s.baseline))
+    profile = cost.measure_target(lab.target, context=min(context, lab.context - max(cost.ROWS)))
+    draft = cost.draft_cost(lab.target, lab.drafter, lab.acceptance, [s.request for s in samples[:PROFILED]], seed=seed)
+    timed = speedup(samples, "decode").value if measured.timed else None
+    return {
+        "context": profile.context,
+        "seconds": profile.seconds,
+        "draft": asdict(draft),
+        "alpha": cost.acceptance_probability(steps),
+        "predicted_speedup": cost.predict(profile, draft, steps),
+        "explained": cost.explain(profile, draft, steps, timed),
+    }
 
-    if config.acceptance.law().sample or not config.acceptance.law().plain:
-        raise UserError("compare_hf=true compares plain greedy decoding; it needs acceptance=greedy without penalties")
-    draft = open_source(config.drafting.model.model) if isinstance(config.drafting, DraftModel) else None
-    return HfPeer.build(lab.source, dtype, device, draft)
+
+def _peer(config: RunConfig, lab: Lab, dtype: torch.dtype, device: torch.device) -> HfPeer:
+    if (reason := why_not(config.acceptance.law())) is not None:
+        raise UserError(reason)
+    if not isinstance(config.drafting, DraftModel):
+        return HfPeer.build(lab.source, dtype, device)
+    return HfPeer.build(lab.source, dtype, device, open_source(config.drafting.model.model), config.drafting.max_draft)
+
+
+def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
+    samples = measured.samples
+    runs = {mode: [s.hf[mode] for s in samples] for mode in hf.modes}
+    return summarise(hf, runs, [s.baseline.tokens for s in samples if s.baseline])
 
 
 def _folder(config: RunConfig, key: str, lab: Lab, started: datetime) -> Path:
-    """`output`, or outputs/TIME-SLUG-KEY; made at once, so that a folder that cannot be written fails before the work."""
+    """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work."""
     if config.output is not None:
         folder = Path(config.output).expanduser()
         if (folder / "result.json").exists():
@@ -116,5 +146,7 @@ def _folder(config: RunConfig, key: str, lab: Lab, started: datetime) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"output folder {folder} cannot be written ({error.strerror}); name another with output=DIR") from error
+        raise UserError(
+            f"output folder {folder} cannot be written ({error.strerror}); name another with output=DIR"
+        ) from error
     return folder

@@ -59,18 +59,22 @@ def show(result: Mapping[str, Any], samples: Sequence[Sample], title: str, devic
 
 
 def _parts(r: Mapping[str, Any], samples: Sequence[Sample], title: str, device: str) -> list[Any]:
-    p, verdict = r["provenance"], r["exactness"]["verdict"]
+    p, verdict, baseline = r["provenance"], r["exactness"]["verdict"], r["baseline"]["kind"]
     parts: list[Any] = [
         Text(title, style="bold"),
-        Text(f"{device} · {p['dtype']} · {p['threads']} threads · {r['prompts']} prompts · baseline: {r['baseline']['kind']}"),
+        Text(f"{device} · {p['dtype']} · {p['threads']} threads · {r['prompts']} prompts · baseline: {baseline}"),
         _comparison(r),
     ]
     line = Text("output: ")
     line.append(verdict, style=_STYLE[verdict])
-    line.append(f" – {_MEANING[verdict]} ({r['exactness']['identical']} of {r['exactness']['prompts']} prompts identical)")
+    line.append(
+        f" – {_MEANING[verdict]} ({r['exactness']['identical']} of {r['exactness']['prompts']} prompts identical)"
+    )
     parts.append(line)
-    for d in r["exactness"]["divergences"][:5]:
-        parts.append(Text(f"  {d['id']}: differs at token {d['position']}, gap {number(d['gap'], 6)}"))
+    parts += [
+        Text(f"  {d['id']}: differs at token {d['position']}, gap {number(d['gap'], 6)}")
+        for d in r["exactness"]["divergences"][:5]
+    ]
     parts.append(_categories(r))
     if r["compare_hf"]:
         parts.append(_transformers(r))
@@ -97,7 +101,11 @@ def _comparison(r: Mapping[str, Any]) -> Table:
         ("time to first token", seconds(base["ttft_s"]), seconds(ours["ttft_s"])),
         ("time per output token", seconds(base["tpot_s"]), seconds(ours["tpot_s"])),
         ("memory bandwidth used (MBU)", percent(decode.get("mbu_baseline")), percent(decode.get("mbu"))),
-        ("weights / KV / process", "", " / ".join(size(memory[k]) for k in ("weights_bytes", "kv_bytes", "peak_bytes"))),
+        (
+            "weights / KV / process",
+            "",
+            " / ".join(size(memory[k]) for k in ("weights_bytes", "kv_bytes", "peak_bytes")),
+        ),
         ("time in draft / verify / accept / commit / other", "", _shares(ours["time_share"])),
     ]
     for name, plain, strategy in rows:
@@ -118,7 +126,11 @@ def _categories(r: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="left" if name == "category" else "right")
     for name, row in r["by_category"].items():
         table.add_row(
-            name, str(row["n"]), interval(row["speedup"]), number(row["tokens_per_step"]), percent(row["acceptance_rate"])
+            name,
+            str(row["n"]),
+            interval(row["speedup"]),
+            number(row["tokens_per_step"]),
+            percent(row["acceptance_rate"]),
         )
     return table
 
@@ -165,7 +177,8 @@ def reasons(samples: Sequence[Sample]) -> list[str]:
 
 
 def _why(s: Sample) -> str:
-    assert s.baseline is not None and s.strategy is not None
+    assert s.baseline is not None
+    assert s.strategy is not None
     steps = s.strategy.steps
     found = metrics.acceptance(steps)
     if not any(step.depth for step in steps):
@@ -173,7 +186,7 @@ def _why(s: Sample) -> str:
     per_step = metrics.ratio(sum(x.total_s for x in steps), len(steps)) or 0.0
     plain = metrics.tpot(s.baseline) or per_step
     text = (
-        f"{percent(found['acceptance_rate'])} of what was drafted was kept, {number(found['tokens_per_step'])} tokens a step "
+        f"{percent(found['acceptance_rate'])} of drafts was kept, {number(found['tokens_per_step'])} tokens a step "
         f"against a step that costs {per_step / plain:.2f}× a plain one"
     )
     idle = found["steps_without_draft"]

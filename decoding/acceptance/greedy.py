@@ -11,7 +11,7 @@ from .rule import Guarantee, Verdict, walk
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Emits what plain greedy decoding emits, token for token, whatever is drafted. Penalties apply before the argmax."""
+    """Emits what plain greedy decoding emits, token for token, whatever is drafted. Penalties precede the argmax."""
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -65,7 +65,7 @@ class Sampling:
                 p = law.at(row)
                 for sibling, c in enumerate(drawn):
                     q, x = draft.q[draft.q_row[c]].to(p), draft.tokens[c]
-                    # strict, u in (0, 1): a token that p forbids is never kept, whatever u (q(x) > 0, since x was drawn)
+                    # strict, u in (0, 1): a token that p forbids is never kept (q(x) > 0, since x was drawn)
                     if noise.accept(offset, sibling) * float(q[x]) < float(p[x]):
                         return c, x
                     p = residual(p, q)

@@ -36,7 +36,8 @@ class Block(nn.Module):
         c = config
         self.layer, self.heads, self.head_dim, self.eps = layer, c.heads, c.head_dim, c.norm_eps
         entry = c.layout.layers[layer]
-        self.kv_heads, self.window, self.owns, self.rotates = entry.kv_heads, entry.window, entry.owner == layer, c.rotates[layer]
+        self.kv_heads, self.window, self.owns = entry.kv_heads, entry.window, entry.owner == layer
+        self.rotates = c.rotates[layer]
         self.scale = c.head_dim**-0.5
         at = f"model.layers.{layer}."
 
@@ -58,7 +59,8 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "T dim"], cos: Tensor, sin: Tensor, cache: Cache, place: Placement
     ) -> Float[Tensor, "T dim"]:
-        x = x + self.output(self._attend(F.rms_norm(x, x.shape[1:], self.attention_norm, self.eps), cos, sin, cache, place))
+        normed = F.rms_norm(x, x.shape[1:], self.attention_norm, self.eps)
+        x = x + self.output(self._attend(normed, cos, sin, cache, place))
         gate, up = self.gate_up(F.rms_norm(x, x.shape[1:], self.mlp_norm, self.eps)).chunk(2, -1)
         return x + self.down(F.silu(gate).mul_(up))
 
@@ -104,12 +106,13 @@ class Decoder(nn.Module):
             try:
                 return tensors[name].to(device=device, dtype=dtype)
             except KeyError:
-                raise UserError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another model") from None
+                raise UserError(f"the checkpoint has no {name!r}; it is incomplete or of another model") from None
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.embedding = read("model.embed_tokens.weight")
         if self.embedding.shape != (config.vocab, config.dim):
-            raise UserError(f"embedding is {tuple(self.embedding.shape)}, but the config says {(config.vocab, config.dim)}")
+            said = (config.vocab, config.dim)
+            raise UserError(f"the embedding is {tuple(self.embedding.shape)}, but the config says {said}")
         blocks = []
         for layer in range(config.layers):
             blocks.append(Block(config, layer, read))
@@ -148,7 +151,8 @@ class Decoder(nn.Module):
     def open_cache(self, sequences: int, capacity: int) -> DenseCache:
         """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences."""
         self._reach(capacity)
-        return DenseCache(self.config.layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
+        layout = self.config.layout
+        return DenseCache(layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
 
     def _reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:

@@ -34,5 +34,5 @@ def causal_attention(
     scale: float,
     window: int | None = None,
 ) -> Float[Tensor, "T HqD"]:
-    """The same for a long chain: row i is key S − T + i and sees the keys up to itself, or the last `window` of them."""
+    """The same for a long chain: row i is key S − T + i and sees the keys up to itself, or the last `window` ones."""
     return sdpa.causal(q, k, v, scale, window)
