@@ -1,6 +1,5 @@
 """transformers' own `generate` on the same prompts, weights and dtype, in the same process: what most people run."""
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,7 +116,7 @@ def _load(source: Source, dtype: torch.dtype, device: torch.device | str) -> Any
     weights = {name: stored[name].to(dtype, copy=True) for name in stored}
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
     model, found = kind.from_pretrained(
-        None, config=copy.deepcopy(source.config), state_dict=weights, dtype=dtype, output_loading_info=True
+        None, config=source.config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
     if found["missing_keys"]:
         lacking = min(found["missing_keys"])

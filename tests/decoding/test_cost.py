@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import decodelab.decoding.cost as cost_module
 from decodelab.attention.cache import DenseCache
 from decodelab.decoding.acceptance.greedy import Greedy
 from decodelab.decoding.cost import (
@@ -87,6 +89,13 @@ def test_profiling_feeds_every_k_behind_the_context_and_leaves_no_rows(monkeypat
     assert {rows for _, rows in fed[1:4]} == {1, 3, 8}  # taking turns
 
 
+def test_the_first_rounds_are_not_timed(monkeypatch: pytest.MonkeyPatch):
+    seconds = iter([100.0, 100.0, 3.0, 1.0, 2.0])
+    ticks = (tick for s in seconds for tick in (0.0, s))
+    monkeypatch.setattr(cost_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert measure_target(tiny_decoder(), context=3, rows=(1,), repeats=3).seconds == {1: 2.0}
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("gamma", [0, 1, 3])
 def test_expected_tokens_by_enumeration(alpha: float, gamma: int):
@@ -114,10 +123,8 @@ def test_speedup_counts_rows_drafting_and_the_loop():
     # 1 + .5 + .25 tokens for 13 + (2 + 2 · 1) + .5, where a plain step takes 10.5
     assert speedup(0.5, 2, profile, cost) == pytest.approx(1.75 * 10.5 / 17.5)
     # a quarter of the steps find nothing: 10 + 2 + .5 for one token
-    share = 0.75
-    assert speedup(0.5, 2, profile, cost, share) == pytest.approx(
-        (0.75 * 1.75 + 0.25) * 10.5 / (0.75 * 17.5 + 0.25 * 12.5)
-    )
+    tokens, spent = 0.75 * 1.75 + 0.25, 0.75 * 17.5 + 0.25 * 12.5
+    assert speedup(0.5, 2, profile, cost, share=0.75) == pytest.approx(tokens * 10.5 / spent)
     assert speedup(0.5, 0, profile, cost) == 1.0
 
 
@@ -227,11 +234,9 @@ def test_the_drafts_cost_is_taken_at_several_lengths():
 
 
 def test_steps_in_which_no_draft_fits_are_no_measure_of_the_drafter(monkeypatch: pytest.MonkeyPatch):
-    """The loop does not ask the drafter in the last step; a drafter with one price a step must not look cheaper for it."""
-    import decodelab.decoding.cost as module
-
+    """The loop does not ask the drafter in the last step; one with a fixed price must not look cheaper for it."""
     steps: list[int] = []
-    monkeypatch.setattr(module, "fit_cost", lambda drafted, seconds: (steps.extend(drafted), (0.0, 0.0))[1])
+    monkeypatch.setattr(cost_module, "fit_cost", lambda drafted, seconds: (steps.extend(drafted), (0.0, 0.0))[1])
 
     class Silent(Copies):
         def propose(self, states, room, noise):
