@@ -189,10 +189,12 @@ def step_seconds(profile: Profile, cost: DraftCost, rows: int | float, drafted: 
 def acceptance_probability(steps: Sequence[Counted]) -> float | None:
     """α: the chance that the next candidate of a path is kept where those before it were. None if none was ever judged.
 
-    The maximum-likelihood estimate for a constant chance: kept ÷ (kept + paths that ended in a rejection).
+    The maximum-likelihood estimate for a constant chance: kept ÷ (kept + paths that ended in a rejection). A path that
+    the stop rule cut (nothing was emitted behind it) ended in none.
     """
-    judged = sum(min(s.accepted + 1, s.depth) for s in steps)
-    return sum(s.accepted for s in steps) / judged if judged else None
+    kept = sum(s.accepted for s in steps)
+    rejected = sum(s.accepted < min(s.depth, s.emitted) for s in steps)
+    return kept / (kept + rejected) if kept + rejected else None
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:

@@ -170,6 +170,12 @@ def test_alpha_is_the_chance_of_the_next_token():
     assert acceptance_probability([kept(0, 0)]) is None
 
 
+def test_a_path_that_the_stop_rule_cut_was_not_rejected():
+    cut = Count(verified=5, drafted=4, depth=4, accepted=2, emitted=2)
+    assert acceptance_probability([kept(4, 4), cut]) == 1.0
+    assert acceptance_probability([kept(4, 4), kept(4, 2)]) == pytest.approx(6 / 7)
+
+
 def test_alpha_is_recovered_from_simulated_chains(rng: torch.Generator):
     draws = torch.rand(4000, 5, generator=rng) < 0.65
     steps = [kept(5, int(row.int().cumprod(0).sum())) for row in draws]
