@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -25,20 +23,9 @@ from decodelab.decoding.model.decoder import Decoder
 from decodelab.kernels.verify_attention import row_invariant
 from decodelab.testing import tiny_decoder
 from decodelab.tests.enumeration import unchecked
+from decodelab.tests.twins import SIZES, twins
 
 V = 61
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -74,22 +61,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def pair(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Decoder]:
-    """The same random weights in transformers and in ours; norms and biases random too, matrices large."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if weight.dim() > 1:
-                    weight.mul_(4)
-                elif "norm" in name:
-                    weight.normal_(1.0, 0.3)
-                else:
-                    weight.normal_(0.0, 0.3)
-    return model, Decoder(ModelConfig.from_hf(config), model.state_dict(), dtype=dtype)
-
-
 def tokens(n: int, seed: int = 0) -> list[int]:
     return torch.randint(3, V, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -111,7 +82,7 @@ def forward(decoder: Decoder, ids: list[int], chunks: list[int] | None = None) -
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_transformers_own(name: str) -> None:
     """Relative error ≤ 1e-5 in float32, the same argmax everywhere: fed whole, in chunks, token by token."""
-    model, decoder = pair(CONFIGS[name])
+    model, decoder = twins(CONFIGS[name])
     for n in (7, 130):
         ids = tokens(n)
         with torch.no_grad():
@@ -131,7 +102,7 @@ def test_every_family_is_covered() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "smollm3, sliding layers"])
 def test_how_rows_are_grouped_does_not_matter(name: str) -> None:
     """In float64, up to its rounding: prefill, token by token, chunks, and chunks behind a long one."""
-    _, decoder = pair(CONFIGS[name], torch.float64)
+    _, decoder = twins(CONFIGS[name], torch.float64)
     ids = tokens(150)
     want = forward(decoder, ids)
     for chunks in ([1], [2, 5], [70, 1, 9], [64], [65]):
@@ -159,7 +130,7 @@ def test_a_chain_of_rows_has_the_bits_of_single_rows(
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2, sliding layers", "smollm3, sliding layers"])
 def test_each_path_of_a_forest_is_a_chain(name: str) -> None:
     """sglang#15360, TensorRT-LLM#12962: a row's logits are those of its own path behind the prefix, of nothing else."""
-    _, decoder = pair(CONFIGS[name], torch.float64)
+    _, decoder = twins(CONFIGS[name], torch.float64)
     rng, prefix = random.Random(0), tokens(12)
     for K in (1, 8, 24):
         parents = [rng.randrange(-1, i) for i in range(K)]
@@ -180,7 +151,7 @@ def test_each_path_of_a_forest_is_a_chain(name: str) -> None:
 
 def test_a_forest_staged_in_several_forwards() -> None:
     """A tree that grows level by level, siblings side by side, then keeps one path, which the next row continues."""
-    _, decoder = pair(CONFIGS["mistral"], torch.float64)
+    _, decoder = twins(CONFIGS["mistral"], torch.float64)
     prefix = tokens(9)
     cache = decoder.open_cache(1, 64)
     sequence = cache.open()
@@ -205,7 +176,7 @@ def test_a_forest_staged_in_several_forwards() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "smollm3"])
 def test_a_batch_of_different_lengths_is_each_alone(name: str) -> None:
     """mlx-vlm#1946, transformers#42655: lengths 3, 9, 90 and 1 together, then a tree beside a row beside a chain."""
-    _, decoder = pair(CONFIGS[name], torch.float64)
+    _, decoder = twins(CONFIGS[name], torch.float64)
     prompts = [tokens(n, seed=n) for n in (3, 9, 90, 1)]
     cache = decoder.open_cache(4, 128)
     sequences = [cache.open() for _ in prompts]
@@ -226,7 +197,7 @@ def test_a_batch_of_different_lengths_is_each_alone(name: str) -> None:
 
 
 def test_logits_of_the_rows_asked_for() -> None:
-    _, decoder = pair(CONFIGS["llama"], torch.float64)
+    _, decoder = twins(CONFIGS["llama"], torch.float64)
     ids = tokens(20)
     whole = forward(decoder, ids)
     for taps in ((), ("final",)):
@@ -237,7 +208,7 @@ def test_logits_of_the_rows_asked_for() -> None:
 
 def test_taps_are_the_hidden_states() -> None:
     """Tap i enters layer i; tap L leaves the last; "final" is what the unembedding reads."""
-    model, decoder = pair(CONFIGS["llama"], torch.float64)
+    model, decoder = twins(CONFIGS["llama"], torch.float64)
     ids = tokens(20)
     with torch.no_grad():
         want = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -253,7 +224,7 @@ def test_taps_are_the_hidden_states() -> None:
 
 def test_layers_that_are_skipped_are_as_if_not_there() -> None:
     config = CONFIGS["qwen2, sliding layers"]
-    model, decoder = pair(config, torch.float64)
+    model, decoder = twins(config, torch.float64)
     kept = [0, 2, 3]
     state = {name: w for name, w in model.state_dict().items() if ".layers." not in name}
     for new, old in enumerate(kept):
@@ -302,7 +273,7 @@ def test_what_cannot_be_computed_is_refused_by_name(config: PretrainedConfig, me
 
 def test_weights_that_do_not_fit_are_refused() -> None:
     config = CONFIGS["llama"]
-    model, decoder = pair(config)
+    model, decoder = twins(config)
     state = dict(model.state_dict())
     lacking = {k: w for k, w in state.items() if k != "model.layers.2.mlp.up_proj.weight"}
     with pytest.raises(UserError, match=r"the checkpoint has no .*'model\.layers\.2\.mlp\.up_proj\.weight'"):
@@ -314,7 +285,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 def test_progress_and_bytes() -> None:
     told: list[tuple[int, int]] = []
-    model, decoder = pair(CONFIGS["llama"])
+    model, decoder = twins(CONFIGS["llama"])
     Decoder(decoder.config, model.state_dict(), dtype=torch.float32, progress=lambda *now: told.append(now))
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     matrices = sum(w.numel() for name, w in model.named_parameters() if w.dim() > 1 and "embed" not in name)
