@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..decoding.draft import EMPTY, Draft, Seen, chain
-from .suffix_automaton import START, Match, SuffixAutomaton
+from .suffix_automaton import BORDER, START, Match, SuffixAutomaton
 
 # So many tokens behind the last copy are searched for a place to go on, and for matches no longer than that.
 NEAR = 64
@@ -73,7 +73,7 @@ class Copying:
         ahead: list[int] = []
         for at in range(start, start + count):
             token = tokens[at] if at < len(tokens) else ahead[at - len(tokens)]
-            if token < 0:
+            if token == BORDER:
                 break
             ahead.append(token)
         return ahead

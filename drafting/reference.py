@@ -11,7 +11,7 @@ from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
 from ..decoding.errors import UserError
 from ..decoding.noise import Noise
 from .copying import Copying
-from .suffix_automaton import SuffixAutomaton
+from .suffix_automaton import BORDER, SuffixAutomaton
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,7 @@ class Reference:
         return [self._open(request) for request in requests]
 
     def _open(self, request: Opened) -> Copying:
-        text = SuffixAutomaton()
-        for document in request.documents:
-            for token in document:
-                text.add(token)
-            text.border()
+        text = SuffixAutomaton(token for document in request.documents for token in (*document, BORDER))
         state = Copying(text, grows=self.in_prompt, limit=None)
         state.read(request.prompt)
         return state

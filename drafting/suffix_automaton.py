@@ -17,15 +17,16 @@ class Match(NamedTuple):
 
 
 START = Match(0, 0)  # the empty one
+BORDER = -1  # between documents
 
 
 class SuffixAutomaton:
-    """A growing text of tokens ≥ 0, and where each of its substrings ends first."""
+    """A growing text, and where each of its substrings ends first. A `BORDER` in it is matched by no token."""
 
     __slots__ = ("_end", "_last", "_length", "_link", "_next", "tokens")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.tokens: list[int] = []  # with borders, which are negative
+        self.tokens: list[int] = []
         self._next: list[dict[int, int]] = [{}]  # the state that each following token leads to
         self._link = [0]  # the state of the longest suffix that ends in more places
         self._length = [0]  # of the longest substring of a state; all of them are longer than the link's
@@ -36,10 +37,6 @@ class SuffixAutomaton:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def border(self) -> None:
-        """End a document: no match runs on into the next one."""
-        self.add(-1 - len(self.tokens))  # a token that occurs once
 
     def add(self, token: int) -> None:
         following, link, length = self._next, self._link, self._length

@@ -125,7 +125,7 @@ def test_a_copy_goes_on_no_further_than_near_and_nowhere_but_in_the_longest_matc
     far = [9, 40, 30, 31, *range(100, 100 + NEAR), 9, 41, 60, 30]
     state = _tell(FREE, _started(FREE, far), 31, 50, 9)
     assert _draft(FREE, state).tokens[0] == 40
-    near = [8, 9, 40, 30, 31, 9, 41, 60, 30]
+    near = [8, 50, 8, 9, 40, 30, 31, 9, 41, 60, 30]  # 8 9 stands before, 9 alone behind the copy
     state = _tell(FREE, _started(FREE, near), 31, 8, 9)
     assert _draft(FREE, state).tokens[0] == 40
 

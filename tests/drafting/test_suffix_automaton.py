@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from decodelab.drafting.suffix_automaton import START, SuffixAutomaton
+from decodelab.drafting.suffix_automaton import BORDER, START, SuffixAutomaton
 
 
 def _longest(text, stop, limit):
@@ -29,16 +29,32 @@ def test_the_longest_end_that_stood_before_and_its_first_place(alphabet, limit):
 
 
 def test_a_match_does_not_run_across_a_border():
-    automaton = SuffixAutomaton([1, 2])
-    automaton.border()
-    for token in (3, 4):
-        automaton.add(token)
-    automaton.border()
+    automaton = SuffixAutomaton([1, 2, BORDER, 3, 4, BORDER])
     match = START
     for token in (1, 2, 3):
         match = automaton.follow(match, token)
     assert (match.length, automaton.end(match)) == (1, 3)
-    assert [token < 0 for token in automaton.tokens] == [False, False, True, False, False, True]
+
+
+def test_a_match_outlives_the_growth_of_its_text():
+    rng = random.Random(0)
+    for _ in range(200):
+        text = [rng.randrange(3) for _ in range(60)]
+        automaton, match, quoted = SuffixAutomaton(), START, []
+        for token in text:
+            automaton.add(token)
+            if rng.random() < 0.3:
+                quoted.append(rng.randrange(3))
+                match = automaton.follow(match, quoted[-1], limit=4)
+                held = automaton.tokens
+                found = [q for q in _suffixes(quoted[-4:]) if any(held[i:][: len(q)] == q for i in range(len(held)))]
+                quoted = found[0] if found else []
+                assert match.length == len(quoted)
+                assert automaton.tokens[automaton.end(match) + 1 - match.length : automaton.end(match) + 1] == quoted
+
+
+def _suffixes(tokens):
+    return [tokens[i:] for i in range(len(tokens))]
 
 
 def _steps(text, limit):
