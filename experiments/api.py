@@ -18,6 +18,7 @@ from ..decoding.model.source import ModelSpec, Source, named, open_source
 from .compose import groups
 from .composition import resolve_device, resolve_dtype, resolve_pair
 from .construct import Constructor, did_you_mean
+from .hardware import describe_device
 from .items import Item, Message
 from .lab import Heard, Lab, build_lab
 from .measure import measure
@@ -223,7 +224,7 @@ def compare(
         lab,
         measured,
         digests={"weights": lm.source.digest, "draft": None, "task": task.digest},
-        provenance=provenance(lm.target.device, lm.target.dtype, seed),
+        provenance=provenance(lm.target.dtype, seed, device=describe_device(lm.target.device)),
         peaks=None,
         peak_bytes=None,
         warnings=[*lab.notes, *heard.texts],

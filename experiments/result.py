@@ -188,7 +188,7 @@ def _mfu(target: Decoder, done: Sequence[Generation], peaks: Peaks | None) -> di
     return {"mfu_useful": used, "mfu_hardware": used}
 
 
-def provenance(device: torch.device, dtype: torch.dtype, seed: int, **more: Any) -> dict[str, Any]:
+def provenance(dtype: torch.dtype, seed: int, *, device: str, **more: Any) -> dict[str, Any]:
     """Where and with what a run was made."""
     from .. import __version__
 
@@ -207,6 +207,7 @@ def provenance(device: torch.device, dtype: torch.dtype, seed: int, **more: Any)
         "torch": torch.__version__,
         "triton": triton_version,
         "transformers": transformers.__version__,
+        "device": device,
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "seed": seed,

@@ -67,7 +67,6 @@ def run(config: RunConfig) -> int:
         measured,
         digests=digests,
         provenance=provenance(
-            device,
             dtype,
             config.seed,
             device=hardware.describe_device(device),
