@@ -126,7 +126,7 @@ def generate(lm: LanguageModel, prompts: str, *, stream: Literal[True], **option
 def generate(
     lm: LanguageModel, prompts: Sequence[Any], *, stream: Literal[False] = False, **options: Any
 ) -> list[Completion]: ...
-def generate(
+def generate(  # type: ignore[misc]  # the three lines above abbreviate the keywords below
     lm: LanguageModel,
     prompts: Any,
     *,

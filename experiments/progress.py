@@ -4,7 +4,15 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 EVERY_S = 10.0  # between lines of a log
 
@@ -15,7 +23,7 @@ class Watch:
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr)
         self._bar: Progress | None = None
-        self._task: tuple[str, int] | None = None  # what is shown, its number in the bar
+        self._task: tuple[str, TaskID] | None = None  # what is shown, its number in the bar
         self._spoke = 0.0
         self._began = time.monotonic()
 
@@ -44,7 +52,7 @@ class Watch:
                 self._task = (what, self._bar.add_task(what, total=total, note=note))
             self._bar.update(self._task[1], completed=done, total=total, note=note)
         elif what != (self._task or ("",))[0] or done == total or time.monotonic() - self._spoke > EVERY_S:
-            self._task, self._spoke = (what, 0), time.monotonic()
+            self._task, self._spoke = (what, TaskID(0)), time.monotonic()
             elapsed = time.monotonic() - self._began
             line = f"[{elapsed:6.1f} s] {what} {done}/{total} {note}".rstrip()
             print(line, file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ class Linear(nn.Module):
         self.dtype, self.device = weight.dtype, weight.device
         self.bias = bias
         self.packed = cpu.pack(weight) if cpu.can_pack(weight) else None
-        self.weight = weight if self.packed is None else None
+        self.weight = weight if self.packed is None else None  # one of the two holds it
 
     @property
     def implementation(self) -> str:
@@ -40,8 +40,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
         if self.packed is not None:
             return self.packed(x, self.bias)
+        assert self.weight is not None
         return nn.functional.linear(x, self.weight, self.bias)
 
     def dense(self) -> Tensor:
         """The weight [N, K] as it was handed in."""
-        return self.weight if self.packed is None else self.packed.dense()
+        if self.packed is not None:
+            return self.packed.dense()
+        assert self.weight is not None
+        return self.weight
