@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -109,7 +109,7 @@ def same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase,
     a, b = draft.get_vocab(), target.get_vocab()
     if a == b:
         return
-    differing = next(t for t in (*a, *b) if a.get(t) != b.get(t))
+    differing = min(t for t in (*a, *b) if a.get(t) != b.get(t))
     raise UserError(
         f"{name} cannot draft for {target_name}: their tokenizers differ (token {differing!r} has id "
         f"{a.get(differing)} and {b.get(differing)}); name a draft model with the target's tokenizer"
@@ -142,11 +142,10 @@ class ModelDrafter:
     law: LawSettings
     sources: tuple[str, ...] = ("draft_model",)
 
-    def __post_init__(self) -> None:
-        if self.settings.proposal == "sampled" and not self.law.sample:
-            raise UserError(
-                "drafting.proposal=sampled needs acceptance=sampling; with greedy acceptance use proposal=coupled"
-            )
+    @property
+    def sampled(self) -> bool:
+        """Whether candidates carry their q. A greedy target has no law to sample: the draft is coupled to it then."""
+        return self.settings.proposal == "sampled" and self.law.sample
 
     @property
     def needs(self) -> Needs:
@@ -154,7 +153,7 @@ class ModelDrafter:
 
     @property
     def gives(self) -> Gives:
-        return self.settings.gives
+        return replace(self.settings.gives, q="sampled" if self.sampled else "one-hot")
 
     def start(self, requests: Sequence[Opened]) -> list[State]:
         longest = max(len(r.prompt) + r.max_new_tokens + self.settings.max_draft for r in requests)
@@ -215,8 +214,7 @@ class ModelDrafter:
                 if len(tokens[i]) < depth[i]:
                     on.append(i)
             going = on
-        sampled = self.settings.proposal == "sampled"
-        return [chain(t, torch.stack(q) if sampled else None) for t, q in zip(tokens, laws, strict=True)]
+        return [chain(t, torch.stack(q) if self.sampled else None) for t, q in zip(tokens, laws, strict=True)]
 
     def _feed(self, cache: Cache, states: list[State], fed: list[list[int]]) -> Tensor:
         """Logits [n, V] behind the last token fed of each, over the target's vocabulary: padding ids get −inf."""
@@ -237,7 +235,7 @@ class ModelDrafter:
 
     def _choose(self, scores: Tensor, noise: Noise, offset: int) -> tuple[int, Tensor]:
         """(token, the law that it was drawn from, when sampled)."""
-        if self.settings.proposal == "coupled":
+        if not self.sampled:
             return int(keyed_scores(self.law, scores, noise.target(offset)).argmax()), scores
         if self.settings.temperature is not None:
             scores = scores * (self.law.temperature / self.settings.temperature)

@@ -79,7 +79,7 @@ def _pair(drafting: DrafterSettings, acceptance: Acceptance) -> tuple[list[str],
             "leave them out, or choose acceptance=sampling"
         )
     if gives.rows and gives.q == "sampled" and not law.sample:
-        refused.append(f"drafts are sampled and {rule} does not sample: choose acceptance=sampling, or one-hot drafts")
+        fallbacks.append(f"{rule} does not sample, so drafts are chosen as the target chooses, not sampled")
     if gives.rows and gives.q == "one-hot" and acceptance.needs_q:
         fallbacks.append(f"{rule} reads q and this drafter has none: all of q is taken to be on the drafted token")
     return refused, fallbacks

@@ -25,6 +25,7 @@ from .result import build_result, provenance, run_key, speedup, write_run
 from .tasks import load_task
 
 PROFILED = 3  # prompts from which the draft's cost is taken
+BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 
 
 def run(config: RunConfig) -> int:
@@ -38,7 +39,7 @@ def run(config: RunConfig) -> int:
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
     with Watch() as watch, Heard() as heard:
-        notes = resolve(config).notes()
+        notes = resolve(config, task=task).notes()
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
         lab = load_lab(
@@ -59,7 +60,7 @@ def run(config: RunConfig) -> int:
             hf=hf,
             progress=lambda done, total, note: watch.step("decoding", done, total, note),
         )
-        profiled = _profile(lab, measured, config.seed) if config.profile and not measured.interrupted else None
+        profiled = _profile(lab, measured, config.batch, config.seed) if config.profile and not measured.interrupted else None
     result = build_result(
         config.resolved,
         config.batch,
@@ -98,12 +99,12 @@ def draft_digest(config: RunConfig) -> str | None:
     return open_source(config.drafting.model.model).digest if isinstance(config.drafting, DraftModel) else None
 
 
-def _profile(lab: Lab, measured: Measurement, seed: int) -> dict[str, Any]:
-    """T(k) and the draft's cost, measured apart from the timed run, and what they say of it."""
+def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str, Any]:
+    """T(k) and the draft's cost, measured apart from the timed run, and what they say of it. T(k) is of one sequence."""
     samples = measured.samples
     steps = [step for s in samples if s.strategy for step in s.strategy.steps]
     context = round(mean(len(s.prompt) + len(s.baseline.tokens) / 2 for s in samples if s.baseline))
-    profile = cost.measure_target(lab.target, context=min(context, lab.context - max(cost.ROWS)))
+    profile = cost.measure_target(lab.target, context=max(1, min(context, lab.context - max(cost.ROWS))))
     draft = cost.draft_cost(lab.target, lab.drafter, lab.acceptance, [s.request for s in samples[:PROFILED]], seed=seed)
     timed = speedup(samples, "decode").value if measured.timed else None
     return {
@@ -111,8 +112,8 @@ def _profile(lab: Lab, measured: Measurement, seed: int) -> dict[str, Any]:
         "seconds": profile.seconds,
         "draft": asdict(draft),
         "alpha": cost.acceptance_probability(steps),
-        "predicted_speedup": cost.predict(profile, draft, steps),
-        "explained": cost.explain(profile, draft, steps, timed),
+        "predicted_speedup": cost.predict(profile, draft, steps) if batch == 1 else None,
+        "explained": cost.explain(profile, draft, steps, timed) if batch == 1 else [BATCHED],
     }
 
 

@@ -104,10 +104,6 @@ def test_a_rule_that_reads_q_takes_one_hot_drafts_as_a_fallback():
             "acceptance=typical reads all rows at once, and repetition_penalty, bad_words must be followed along "
             "a path: leave them out, or choose acceptance=sampling",
         ),
-        (
-            SAMPLED, Greedy(),
-            "drafts are sampled and acceptance=greedy does not sample: choose acceptance=sampling, or one-hot drafts",
-        ),
     ],
 )  # fmt: skip
 def test_pairs_that_are_refused(drafting, acceptance, line):
@@ -115,6 +111,12 @@ def test_pairs_that_are_refused(drafting, acceptance, line):
     assert str(found) == f"refused, because {line}"
     with pytest.raises(UserError, match=r"^refused, because "):
         found.notes()
+
+
+def test_sampled_drafts_under_a_greedy_rule_are_chosen_as_it_chooses():
+    found = resolve_pair(SAMPLED, Greedy())
+    assert (found.verdict, found.exactness) == ("runs with a fallback", "exact")
+    assert found.notes() == ["acceptance=greedy does not sample, so drafts are chosen as the target chooses, not sampled"]
 
 
 def test_every_reason_is_told():
