@@ -57,10 +57,8 @@ class Live:
                 f"{drafter} drafted {len(draft)} rows of depth {draft.depth}, but there is room for {room.rows} of "
                 f"depth {room.depth}; keep to the room that propose is given"
             )
-        if draft.tokens and (min(draft.tokens) < 0 or max(draft.tokens) >= vocab):
-            raise UserError(
-                f"{drafter} drafted token id {max(draft.tokens)}, but the target's vocabulary ends at {vocab - 1}"
-            )
+        if wrong := [t for t in draft.tokens if not 0 <= t < vocab]:
+            raise UserError(f"{drafter} drafted token id {wrong[0]}, but the target's vocabulary is 0 to {vocab - 1}")
 
     def take(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "K1 V"] | None) -> Kept:
         """Emit what the stop rule leaves of a verdict. `logits` of the root and the draft's rows, for log p."""

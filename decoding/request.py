@@ -47,8 +47,8 @@ def request(
         raise UserError(
             f"the prompt has {len(prompt)} tokens, but the context holds {context} and one must be free; shorten it"
         )
-    if (worst := max(prompt)) >= vocab or min(prompt) < 0:
-        raise UserError(f"the prompt holds token id {worst}, but the model's vocabulary ends at {vocab - 1}")
+    if wrong := [t for t in prompt if not 0 <= t < vocab]:
+        raise UserError(f"the prompt holds token id {wrong[0]}, but the model's vocabulary is 0 to {vocab - 1}")
     if wrong := [e for e in eos_ids if not 0 <= e < vocab]:
         raise UserError(f"EOS id {wrong[0]} is outside the vocabulary of {vocab}; correct eos_ids")
     rule = StopRule(
@@ -59,8 +59,8 @@ def request(
         context_room=context - len(prompt),
     )
     processors = Processors.build(law, len(prompt), eos_ids, tokenizer, device)
-    documents = tuple(tuple(d) for d in documents)
-    return Request(tuple(prompt), rule, processors, mix(sample, *prompt), documents)
+    copied = tuple(tuple(d) for d in documents)
+    return Request(tuple(prompt), rule, processors, mix(sample, *prompt), copied)
 
 
 def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
