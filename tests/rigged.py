@@ -41,7 +41,7 @@ Plan = Callable[[State, Room, Noise], Draft]
 
 @dataclass(frozen=True, slots=True)
 class Rigged:
-    """Drafts what the plan says. `log` holds what the loop told: ("seen", sequence, Seen) and ("finish", sequence)."""
+    """Drafts what the plan says. `log`: ("draft", sequence, Draft), ("seen", sequence, Seen), ("finish", sequence)."""
 
     plan: Plan
     needs: Needs = field(default_factory=Needs)
@@ -53,7 +53,9 @@ class Rigged:
         return [State(list(r.prompt), len(r.prompt), r.sequence) for r in requests]
 
     def propose(self, states: Sequence[State], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]:
-        return [self.plan(s, r, n) if r.rows else EMPTY for s, r, n in zip(states, room, noise, strict=True)]
+        drafts = [self.plan(s, r, n) if r.rows else EMPTY for s, r, n in zip(states, room, noise, strict=True)]
+        self.log.extend(("draft", s.sequence, draft) for s, draft in zip(states, drafts, strict=True))
+        return drafts
 
     def observe(self, states: Sequence[State], seen: Sequence[Seen]) -> list[State]:
         for state, news in zip(states, seen, strict=True):
