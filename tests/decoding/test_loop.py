@@ -208,15 +208,21 @@ def test_the_cache_holds_prompt_and_output_less_the_last(
     decoder: Decoder, answers: Answers, opened: list[DenseCache]
 ) -> None:
     """After every commit, for every sequence; and nothing stays staged, whatever was drafted and rejected."""
-    for plan in (oracle(answers, (4, 0)), thicket(answers, 5)):
-        drafter = Rigged(plan)
-        requests = [ask(p, RULE, n) for p, n in zip(PROMPTS, (20, 9, 14), strict=True)]
+    for plan in (oracle(answers, (6,)), oracle(answers, (4, 0)), thicket(answers, 5)):
+        drafter = Rigged(plan, needs=Needs(taps=(1,)))
+        # the second ends by length, the others by an EOS inside what is drafted
+        ends: list[tuple[int, ...]] = [(answers[tuple(PROMPTS[0])][12],), (), (answers[tuple(PROMPTS[2])][7],)]
+        requests = [ask(p, RULE, n, eos_ids=e) for p, n, e in zip(PROMPTS, (20, 9, 14), ends, strict=True)]
         for out in loop.decode(decoder, requests, drafter, RULE):
             cache = opened[-1]
             assert cache.staged == 0
             for i, sequence in sequences(drafter).items():
                 if sequence in cache._length:
                     assert cache.length(sequence) == len(PROMPTS[i]) + len(out[i].tokens) - 1
+                    text = [*PROMPTS[i], *out[i].tokens]
+                    reports = [x[0] for kind, s, *x in drafter.log if kind == "seen" and s == sequence]
+                    assert sum(len(r.tokens) for r in reports) == len(text) - 1
+                    assert reports[-1].committed is None or len(reports[-1].committed[1]) == len(reports[-1].tokens)
         assert not cache._length  # all were freed
 
 
@@ -421,10 +427,13 @@ def test_a_token_is_credited_to_the_first_that_offered_it(decoder: Decoder, answ
     def plan(state: State, room: Room, noise: Noise) -> Draft:
         a, b = right[state.emitted : state.emitted + 2] if room.depth > 1 else (60, 60)
         wrong = (a + 1) % 61
-        #        c: wrong; a: a ─ b; b: a; a: a; c: a
-        return Draft((wrong, a, b, a, a, a), (-1, -1, 1, -1, -1, -1), None, (-1,) * 6, (True,) * 6, (2, 0, 0, 1, 0, 2))
+        # c: wrong; a: a ─ b; b: a; a: a; c: a; d: a, but not as a candidate
+        judged = (True,) * 6 + (False,)
+        return Draft(
+            (wrong, a, b, a, a, a, a), (-1, -1, 1, -1, -1, -1, -1), None, (-1,) * 7, judged, (2, 0, 0, 1, 0, 2, 3)
+        )
 
-    drafter = Rigged(plan, sources=("a", "b", "c"))
+    drafter = Rigged(plan, sources=("a", "b", "c", "d"))
     (out,) = run(decoder, drafter, tokens=4, prompts=[prompt])
     assert out.steps[0].sources == ("a", "a")
     assert out.steps[0].also_proposed == (("b", "c"), ())

@@ -70,6 +70,9 @@ def test_seeds_and_samples() -> None:
 
     assert text(1) == text(1)
     assert len({tuple(text(seed, sample)) for seed in (1, 2) for sample in (0, 1)}) == 4
+    keys = [ask(prompt, rule).key for prompt in PROMPTS] + [ask(PROMPTS[0], rule, sample=1).key]
+    assert ask(PROMPTS[0], rule, 5, eos_ids=(7,)).key == keys[0]  # the same prompt and sample, whatever else is asked
+    assert len(set(keys)) == 4
 
 
 def test_logprobs_are_the_raw_logits_log_softmax() -> None:
