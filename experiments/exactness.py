@@ -1,37 +1,45 @@
 """Is the output still the target's own? The verdict that every speed stands beside."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import frexp, isfinite
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..decoding.acceptance import Acceptance
+from ..decoding.acceptance import Acceptance, Sampling
 from ..decoding.draft import Drafter
+from ..drafting.draft_model import ModelDrafter
 
 Verdict = Literal["exact", "near-tie", "same law", "lossy", "broken"]
 
-# (rule, what its candidates are drawn from) whose law tests/decoding/test_laws.py enumerates.
-PROVEN = frozenset({("Sampling", "sampled")})
+# (rule, drafter) whose law is proven: the rule's in tests/decoding/test_laws.py, the pair's in
+# tests/experiments/test_exactness.py. A drafter of a user's own may draw from another q than it hands over.
+PROVEN: frozenset[tuple[type, type]] = frozenset({(Sampling, ModelDrafter)})
 NEAR = 1e-3  # float32: largest gap of a near-tie
 NEAR_ULPS = 2  # bf16, fp16: in units of the top logit's last place
-MOST_NEAR = 0.2  # float32: a larger share of diverging prompts is no rounding
+ONE_IN = 5  # float32: a larger share of prompts that diverge is no rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token that differs. `gap`: the plain decoder's best score less that of the strategy's token there."""
+    """The first token that differs from plain decoding's.
+
+    `gap`: plain decoding's best score there less that of the strategy's token; `second`: only one token scores higher;
+    `top_logit`: the highest raw logit. None where no scores tell: an output that ends early, a token that is forbidden.
+    """
 
     id: str
     position: int
     expected: int | None
     got: int | None
-    gap: float | None
-    second: bool | None
+    gap: float | None = None
+    second: bool | None = None
+    top_logit: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 def first_difference(want: Sequence[int], got: Sequence[int]) -> int | None:
@@ -43,43 +51,48 @@ def first_difference(want: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def divergence(
-    name: str, want: Sequence[int], got: Sequence[int], scores_at: Callable[[int], Tensor]
+    name: str,
+    want: Sequence[int],
+    got: Sequence[int],
+    seen_at: Callable[[int], tuple[Tensor, Tensor] | None],
 ) -> Divergence | None:
-    """Compare one output. `scores_at(position)` are what plain decoding's choice maximises there."""
+    """Compare one output with plain decoding's. `seen_at(position)`: (scores that its choice maximises, raw logits)."""
     at = first_difference(want, got)
     if at is None:
         return None
     expected, found = (tokens[at] if at < len(tokens) else None for tokens in (want, got))
-    if expected is None or found is None:  # one output ends early: no tie explains that
-        return Divergence(name, at, expected, found, None, None)
-    scores = scores_at(at)
-    top, order = scores.topk(2)
-    return Divergence(name, at, expected, found, float(top[0] - scores[found]), int(order[1]) == found)
+    # one output ends early: no tie explains that
+    seen = None if expected is None or found is None else seen_at(at)
+    if seen is None:
+        return Divergence(name, at, expected, found)
+    scores, logits = seen
+    gap, better = float(scores.max() - scores[found]), int((scores > scores[found]).sum())
+    return Divergence(name, at, expected, found, gap if isfinite(gap) else None, better <= 1, float(logits.max()))
 
 
-def is_near_tie(d: Divergence, top: float, dtype: torch.dtype) -> bool:
+def is_near_tie(d: Divergence, dtype: torch.dtype) -> bool:
     """The strategy's token is plain decoding's second choice, within the dtype's rounding. Never in float64."""
-    if d.gap is None or not d.second or dtype == torch.float64:
+    if d.gap is None or d.top_logit is None or not d.second or dtype == torch.float64:
         return False
     if dtype == torch.float32:
         return d.gap <= NEAR
-    return d.gap <= NEAR_ULPS * torch.finfo(dtype).eps * 2.0 ** torch.frexp(torch.tensor(abs(top)))[1].item() / 2
+    return d.gap <= NEAR_ULPS * ulp(d.top_logit, dtype)
+
+
+def ulp(x: float, dtype: torch.dtype) -> float:
+    """The distance from |x| to the next larger number of the dtype."""
+    return float(torch.finfo(dtype).eps) * 2.0 ** (frexp(x)[1] - 1)
 
 
 def verdict(
-    divergences: Sequence[tuple[Divergence, float]],
-    prompts: int,
-    drafter: Drafter[Any],
-    rule: Acceptance,
-    dtype: torch.dtype,
+    divergences: Sequence[Divergence], prompts: int, drafter: Drafter[Any], rule: Acceptance, dtype: torch.dtype
 ) -> Verdict:
-    """`divergences` with the top score at each. See the design's table of definitions."""
+    """See the design's table of definitions."""
     if rule.guarantee == "lossy":
         return "lossy"
-    samples_q = rule.law().sample and drafter.gives.q == "sampled"
-    if samples_q:
-        return "same law" if (type(rule).__name__, drafter.gives.q) in PROVEN else "broken"
+    if rule.law().sample and drafter.gives.q == "sampled":
+        return "same law" if (type(rule), type(drafter)) in PROVEN else "broken"
     if not divergences:
         return "exact"
-    few = dtype != torch.float32 or len(divergences) <= MOST_NEAR * prompts
-    return "near-tie" if few and all(is_near_tie(d, top, dtype) for d, top in divergences) else "broken"
+    few = dtype != torch.float32 or ONE_IN * len(divergences) <= prompts
+    return "near-tie" if few and all(is_near_tie(d, dtype) for d in divergences) else "broken"

@@ -51,7 +51,7 @@ def peaks(device: torch.device, dtype: torch.dtype, threads: int, cache: bool = 
     note = cache_dir() / "hardware" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
     if cache and (known := _read(note)) is not None:
         return known
-    with _threads(threads):
+    with torch_threads(threads):
         found = _measure(device, dtype, threads)
     if cache and found.quiet:
         with suppress(UserError), atomic_file(note) as file:  # not writable or full: it is measured again next time
@@ -81,9 +81,10 @@ def _read(note: Path) -> Peaks | None:
 
 
 @contextmanager
-def _threads(threads: int) -> Iterator[None]:
+def torch_threads(threads: int | None) -> Iterator[None]:
+    """So many for a while; None: as it is."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before if threads is None else threads)
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +17,28 @@ from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.request import Request, request
 from ..drafting.none import Nothing
+from .composition import draft_models
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Lab:
-    """`eos_ids` are the model's own unless replaced; `baseline` says which plain decoding is the faster one here."""
+    """Everything that decodes. `notes`: what the drafter warns of before it runs."""
 
     source: Source
     target: Decoder
-    tokenizer: PreTrainedTokenizerBase
     drafter: Drafter[Any]
     acceptance: Acceptance
-    eos_ids: tuple[int, ...]
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.source.tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.source.eos_ids
 
     @property
     def context(self) -> int:
@@ -44,8 +51,6 @@ class Lab:
         *,
         stop: Sequence[str] = (),
         documents: Sequence[Sequence[int]] = (),
-        sample: int = 0,
-        eos_ids: Sequence[int] | None = None,
     ) -> Request:
         return request(
             prompt,
@@ -53,11 +58,10 @@ class Lab:
             max_new_tokens=max_new_tokens,
             vocab=self.target.config.vocab,
             context=self.context,
-            eos_ids=self.eos_ids if eos_ids is None else eos_ids,
+            eos_ids=self.eos_ids,
             stop=stop,
             documents=documents,
             tokenizer=self.tokenizer,
-            sample=sample,
             device=self.target.device,
         )
 
@@ -103,7 +107,12 @@ def build_lab(
 ) -> Lab:
     """The same around a target that is loaded already."""
     drafter = drafting.build(Resources(target, source.tokenizer, acceptance.law(), progress))
-    return Lab(source, target, source.tokenizer, drafter, acceptance, source.eos_ids, list(notes))
+    return Lab(source, target, drafter, acceptance, tuple(notes))
+
+
+def draft_digest(drafting: DrafterSettings) -> str | None:
+    """Of the weights of the models that draft; None if none does."""
+    return ",".join(open_source(spec).digest for spec in draft_models(drafting)) or None
 
 
 class Heard:

@@ -1,10 +1,14 @@
-"""Strategy against baseline: the same prompts, one process, in alternating order, and every output compared."""
+"""Strategy against baseline: the same prompts, one process, in alternating order, and every output compared.
+
+Outputs are compared with the plain decoder's, the oracle, whichever plain decoding is faster and so the baseline.
+"""
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,12 @@ import torch
 
 from ..decoding.errors import UserError
 from ..decoding.events import Generation, finish
-from ..decoding.model.storage import cache_dir
+from ..decoding.model.storage import cache_dir, explained
 from ..decoding.request import Request
 from . import exactness
 from .compare_hf import HfPeer
 from .exactness import Divergence
+from .hardware import describe_device
 from .items import Item
 from .lab import Lab
 from .tasks import Task, TaskSettings, encode, encode_documents
@@ -26,32 +31,33 @@ WARM_TOKENS = 16
 
 @dataclass(slots=True)
 class Sample:
-    """One prompt: a turn of an item. `unit` is the batch that it ran in; `hf`: transformers' runs by mode."""
+    """One prompt: a turn of an item. `unit`: the batch that it ran in; `plain`: the plain decoder's tokens; `hf`:
+    transformers' runs by mode."""
 
     id: str
     category: str
     unit: int
-    prompt: list[int]
     request: Request
-    baseline: Generation | None = None
-    strategy: Generation | None = None
+    baseline: Generation
+    strategy: Generation
+    plain: list[int]
     divergence: Divergence | None = None
-    top_logit: float = 0.0
     hf: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
-        return self.id
+    def prompt(self) -> tuple[int, ...]:
+        return self.request.prompt
 
 
 @dataclass(slots=True)
 class Measurement:
-    samples: list[Sample]
-    baseline_kind: str
+    """What was run. `timed`: both sides were, in turn; `interrupted`: by Ctrl-C, so that samples are missing."""
+
     timed: bool
+    samples: list[Sample] = field(default_factory=list)
+    baseline_kind: str = "plain decoder"
     interrupted: bool = False
-    kv_bytes: int = 0
-    kv_bytes_formula: int = 0
+    warnings: list[str] = field(default_factory=list)
 
 
 class Sides:
@@ -85,8 +91,6 @@ class Sides:
 
 
 def _shortened(r: Request, tokens: int) -> Request:
-    from dataclasses import replace
-
     return replace(r, stop=replace(r.stop, max_new_tokens=min(tokens, r.stop.max_new_tokens)))
 
 
@@ -102,29 +106,36 @@ def measure(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Measurement:
     """Run every prompt on both sides. Ctrl-C keeps the prompts that are finished (`interrupted`)."""
+    first = [_request(lab, item, (), settings) for item in task.items]  # what is wrong with one is said before any runs
     total = sum(item.turns for item in task.items)
-    sides = Sides(lab, seed)
-    stored = Baselines.open(lab, seed, batch) if timing == "untimed" else None
-    out = Measurement([], "plain decoder", timed=timing == "paired")
+    sides, plain = Sides(lab, seed), Plain.open(lab, seed, batch)
+    out = Measurement(timed=timing == "paired")
     try:
-        for unit, (names, items, requests) in enumerate(_units(lab, task, settings, batch, out)):
-            if unit == 0 and timing == "paired":
+        for unit, (names, items, requests) in enumerate(_units(lab, task, settings, batch, first, out)):
+            if unit == 0 and out.timed:
                 if progress is not None:
                     progress(0, total, "warming up")
                 sides.warm_up(requests)
                 out.baseline_kind = sides.baseline_kind
-            baseline, strategy = _both(sides, lab, requests, unit, stored, seed)
+            if out.timed:
+                baseline, strategy = _both(sides, requests, unit)
+                expected = baseline if out.baseline_kind == "plain decoder" else plain.get(lab, requests, seed)
+            else:
+                baseline = expected = plain.get(lab, requests, seed)
+                strategy = finish(lab.strategy(requests, seed))
             samples = [
-                Sample(name, item.category, unit, list(r.prompt), r, b, s)
-                for name, item, r, b, s in zip(names, items, requests, baseline, strategy, strict=True)
+                Sample(name, item.category, unit, r, b, s, e.tokens)
+                for name, item, r, b, s, e in zip(names, items, requests, baseline, strategy, expected, strict=True)
             ]
             for i, sample in enumerate(samples):
-                _compare(lab, sample, requests, i, seed)
+                sample.divergence = _divergence(lab, sample, requests, i, seed)
+                if sample.baseline.tokens != sample.plain:
+                    out.warnings.append(f"{sample.id}: {out.baseline_kind} does not emit what the plain decoder emits")
             if hf is not None:
                 _ask_hf(hf, samples, unit, lab)
             out.samples += samples
             if progress is not None:
-                progress(len(out.samples), total, _running(out.samples, out.timed))
+                progress(len(out.samples), total, _running(out))
     except KeyboardInterrupt:
         if not out.samples:
             raise
@@ -132,37 +143,42 @@ def measure(
     return out
 
 
+def _request(lab: Lab, item: Item, answers: Sequence[str], settings: TaskSettings) -> Request:
+    prompt = encode(item, answers, lab.tokenizer, settings)
+    try:
+        return lab.request(prompt, settings.max_new_tokens, documents=encode_documents(item, lab.tokenizer))
+    except UserError as error:
+        raise UserError(f"{item.id}: {error}") from error
+
+
 def _units(
-    lab: Lab, task: Task, settings: TaskSettings, batch: int, out: Measurement
+    lab: Lab, task: Task, settings: TaskSettings, batch: int, first: Sequence[Request], out: Measurement
 ) -> Iterator[tuple[list[str], list[Item], list[Request]]]:
-    """Batches of prompts: the first turn of `batch` items, then their second ones, after the baseline's answers."""
+    """Batches of prompts: the first turn of `batch` items, then their second ones, after plain decoding's answers.
+
+    A later turn that no longer fits the context is left out with a warning: the user cannot know how long answers get.
+    """
     for at in range(0, len(task.items), batch):
-        group = task.items[at : at + batch]
-        answers: dict[str, list[str]] = {item.id: [] for item in group}
-        for turn in range(max(item.turns for item in group)):
-            items = [item for item in group if turn < item.turns]
-            names = [item.id if item.turns == 1 else f"{item.id}/turn{turn + 1}" for item in items]
-            requests = []
-            for name, item in zip(names, items, strict=True):
-                prompt = encode(item, answers[item.id], lab.tokenizer, settings)
-                try:
-                    requests.append(
-                        lab.request(prompt, settings.max_new_tokens, documents=encode_documents(item, lab.tokenizer))
-                    )
-                except UserError as error:
-                    raise UserError(f"{name}: {error}") from error
-            yield names, items, requests
+        live = list(zip(task.items, first, strict=True))[at : at + batch]
+        answers: dict[str, list[str]] = {item.id: [] for item, _ in live}
+        turn = 1
+        while live:
+            items, requests = [item for item, _ in live], [request for _, request in live]
+            yield [item.id if item.turns == 1 else f"{item.id}/turn{turn}" for item in items], items, requests
             for item, sample in zip(items, out.samples[-len(items) :], strict=True):
-                assert sample.baseline is not None
-                answers[item.id].append(lab.text(sample.baseline.tokens))
+                answers[item.id].append(lab.text(sample.plain))
+            live = []
+            for item in items:
+                if turn < item.turns:
+                    try:
+                        live.append((item, _request(lab, item, answers[item.id], settings)))
+                    except UserError as error:
+                        out.warnings.append(f"turn {turn + 1} is left out: {error}")
+            turn += 1
 
 
-def _both(
-    sides: Sides, lab: Lab, requests: list[Request], unit: int, stored: "Baselines | None", seed: int
-) -> tuple[list[Generation], list[Generation]]:
+def _both(sides: Sides, requests: list[Request], unit: int) -> tuple[list[Generation], list[Generation]]:
     """Which side goes first alternates from unit to unit, so that drift and caches favour neither."""
-    if stored is not None:
-        return stored.get(lab, requests, seed), finish(lab.strategy(requests, seed))
     if unit % 2:
         strategy = sides.strategy(requests)
         return sides.baseline(requests), strategy
@@ -170,26 +186,22 @@ def _both(
     return baseline, sides.strategy(requests)
 
 
-def _compare(lab: Lab, sample: Sample, requests: Sequence[Request], index: int, seed: int) -> None:
-    """Set the sample's divergence; the plain decoder runs again only to read its scores there."""
-    assert sample.baseline is not None
-    assert sample.strategy is not None
-    at = exactness.first_difference(sample.baseline.tokens, sample.strategy.tokens)
-    if at is None:
-        return
-    seen: dict[int, torch.Tensor] = {}
+def _divergence(lab: Lab, sample: Sample, requests: Sequence[Request], index: int, seed: int) -> Divergence | None:
+    """Where the strategy leaves plain decoding; the plain decoder runs again only to read its scores there."""
 
-    def watch(request: int, position: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        if request == index and position == at:
-            seen[at] = scores.clone()
-            sample.top_logit = float(logits.float().abs().max())
+    def seen_at(at: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    for _ in lab.plain(requests, seed, watch=watch):
-        if at in seen:
-            break
-    sample.divergence = exactness.divergence(
-        sample.id, sample.baseline.tokens, sample.strategy.tokens, lambda _: seen[at]
-    )
+        def watch(request: int, position: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+            if request == index and position == at:
+                seen.append((scores.clone(), logits.clone()))
+
+        for _ in lab.plain(requests, seed, watch=watch):
+            if seen:
+                return seen[0]
+        return None
+
+    return exactness.divergence(sample.id, sample.plain, sample.strategy.tokens, seen_at)
 
 
 def _ask_hf(hf: HfPeer, samples: Sequence[Sample], unit: int, lab: Lab) -> None:
@@ -199,20 +211,19 @@ def _ask_hf(hf: HfPeer, samples: Sequence[Sample], unit: int, lab: Lab) -> None:
             sample.hf[mode] = hf.generate(mode, sample.prompt, sample.request.stop.limit, lab.eos_ids)
 
 
-def _running(samples: Sequence[Sample], timed: bool) -> str:
+def _running(out: Measurement) -> str:
     """What the progress line says so far."""
-    same = sum(s.divergence is None for s in samples)
-    text = f"{same}/{len(samples)} identical"
-    if timed:
-        base = sum(s.baseline.decode_s for s in samples if s.baseline)
-        ours = sum(s.strategy.decode_s for s in samples if s.strategy)
+    same = sum(s.divergence is None for s in out.samples)
+    text = f"{same}/{len(out.samples)} identical"
+    if out.timed:
+        base, ours = sum(s.baseline.decode_s for s in out.samples), sum(s.strategy.decode_s for s in out.samples)
         if ours:
             text = f"speedup {base / ours:.2f}x, {text}"
     return text
 
 
-class Baselines:
-    """Plain decoding's tokens kept on disk, for `timing=untimed`: a sweep over drafters decodes a prompt plainly once.
+class Plain:
+    """The plain decoder's tokens, kept on disk: a sweep over drafters decodes a prompt plainly once.
 
     The name of the file holds everything that the tokens depend on but the prompt.
     """
@@ -220,21 +231,21 @@ class Baselines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._tokens: dict[str, tuple[list[int], str]] = {}
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # a line cut short by a kill; it is decoded again
+        lines: list[str] = []
+        with suppress(OSError, UnicodeDecodeError):  # no file yet, or not one of ours
+            lines = path.read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            with suppress(json.JSONDecodeError):  # a line cut short by a kill or a full disk is decoded again
+                row = json.loads(line)
                 self._tokens[row["key"]] = (row["tokens"], row["reason"])
 
     @staticmethod
-    def open(lab: Lab, seed: int, batch: int) -> "Baselines":
+    def open(lab: Lab, seed: int, batch: int) -> "Plain":
         law, target = lab.acceptance.law(), lab.target
-        parts = [lab.source.digest, target.dtype, target.device, target.implementation, torch.__version__]
-        parts += [torch.get_num_threads(), law, seed if law.sample else None, batch, lab.eos_ids, _code_digest()]
+        parts = [lab.source.digest, target.config, target.dtype, target.implementation, describe_device(target.device)]
+        parts += [torch.__version__, law, seed if law.sample else None, batch, lab.eos_ids, _code_digest()]
         name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-        return Baselines(cache_dir() / "baselines" / f"{name}.jsonl")
+        return Plain(cache_dir() / "baselines" / f"{name}.jsonl")
 
     def get(self, lab: Lab, requests: list[Request], seed: int) -> list[Generation]:
         keys = [_prompt_key(r, requests) for r in requests]
@@ -242,16 +253,17 @@ class Baselines:
             out = []
             for i, (r, key) in enumerate(zip(requests, keys, strict=True)):
                 tokens, reason = self._tokens[key]
-                out.append(Generation(i, len(r.prompt), list(tokens), reason=reason, delivered=[]))  # type: ignore[arg-type]
+                out.append(Generation(i, len(r.prompt), list(tokens), reason=reason))  # type: ignore[arg-type]
             return out
         done = finish(lab.plain(requests, seed))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            for key, g in zip(keys, done, strict=True):
-                self._tokens[key] = (g.tokens, str(g.reason))
-                file.write(json.dumps({"key": key, "tokens": g.tokens, "reason": g.reason}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._tokens |= {key: (g.tokens, str(g.reason)) for key, g in zip(keys, done, strict=True)}
+        rows = [{"key": key, "tokens": g.tokens, "reason": g.reason} for key, g in zip(keys, done, strict=True)]
+        with suppress(UserError), explained(self._path):  # where it cannot be kept, the next run is only slower
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+                file.flush()
+                os.fsync(file.fileno())
         return done
 
 

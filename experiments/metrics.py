@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,22 +24,24 @@ def tpot(g: Generation) -> float | None:
     return g.decode_s / (len(g.tokens) - 1) if len(g.tokens) > 1 else None
 
 
-def timing(done: Sequence[Generation]) -> dict[str, Any]:
-    """Speed of one side over its prompts.
+def timing(done: Sequence[Generation], timed: bool = True) -> dict[str, Any]:
+    """Speed of one side over its prompts; all but `tokens` None where it was not timed.
 
     `tokens`: emitted, after the cut at the first EOS or stop and at `max_new_tokens`. `ttft_s`, `latency_s`: means over
     prompts. `tpot_s`: ratio of sums over prompts of more than one token. `itl`: gaps between deliveries (a speculative
     step delivers several tokens at once), p50 and p99, with the mean burst. `tokens_per_second`: 1 ÷ tpot.
     """
-    gaps = [b[0] - a[0] for g in done for a, b in zip(g.delivered, g.delivered[1:], strict=False)]
+    tokens = sum(len(g.tokens) for g in done)
+    if not timed:
+        names = ("ttft_s", "tpot_s", "itl_p50_s", "itl_p99_s", "burst", "tokens_per_second", "latency_s")
+        return {"tokens": tokens, **dict.fromkeys(names)}
+    gaps = [b - a for g in done for (a, _), (b, _) in pairwise(g.delivered)]
     bursts = [n for g in done for _, n in g.delivered[1:]]
-    decoded = sum(len(g.tokens) - 1 for g in done)
-    seconds = sum(g.decode_s for g in done)
-    per_token = ratio(seconds, decoded)
+    decoded, seconds = tokens - len(done), sum(g.decode_s for g in done)
     return {
-        "tokens": sum(len(g.tokens) for g in done),
+        "tokens": tokens,
         "ttft_s": mean(g.ttft_s for g in done),
-        "tpot_s": per_token,
+        "tpot_s": ratio(seconds, decoded),
         "itl_p50_s": float(np.percentile(gaps, 50)) if gaps else None,
         "itl_p99_s": float(np.percentile(gaps, 99)) if gaps else None,
         "burst": mean(bursts),

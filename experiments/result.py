@@ -5,17 +5,18 @@ import json
 import os
 import platform
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import transformers
 
-from ..attention.layout import Layout
-from ..decoding.events import Generation
+from ..decoding.events import Generation, Step
 from ..decoding.model.decoder import Decoder
 from . import exactness, metrics
 from .hardware import Peaks
@@ -36,7 +37,6 @@ def run_key(resolved: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
 
 def build_result(
     config: Mapping[str, Any],
-    batch: int,
     lab: Lab,
     measured: Measurement,
     *,
@@ -50,16 +50,15 @@ def build_result(
 ) -> dict[str, Any]:
     """Everything a run found, as plain data."""
     samples = measured.samples
-    baseline, strategy = _sides(samples)
+    baseline, strategy = [s.baseline for s in samples], [s.strategy for s in samples]
     steps = [step for g in strategy for step in g.steps]
     timed = measured.timed
-    verdict = exactness.verdict(
-        [(s.divergence, s.top_logit) for s in samples if s.divergence],
-        len(samples),
-        lab.drafter,
-        lab.acceptance,
-        lab.target.dtype,
-    )
+    divergences = [s.divergence for s in samples if s.divergence]
+    verdict = exactness.verdict(divergences, len(samples), lab.drafter, lab.acceptance, lab.target.dtype)
+    notes = [*warnings, *measured.warnings]
+    if verdict == "broken" and lab.drafter.gives.q == "sampled" and lab.acceptance.law().sample:
+        pair = f"{type(lab.drafter).__name__} with {type(lab.acceptance).__name__}"
+        notes.append(f"no test of ours proves the law of {pair}, so its output counts as broken")
     return {
         "schema": SCHEMA,
         "key": run_key(config, digests),
@@ -68,81 +67,86 @@ def build_result(
         "provenance": dict(provenance),
         "status": "broken" if verdict == "broken" else "interrupted" if measured.interrupted else "done",
         "prompts": len(samples),
-        "baseline": {"kind": measured.baseline_kind, **(metrics.timing(baseline) if timed else _untimed(baseline))},
+        "baseline": {"kind": measured.baseline_kind, **metrics.timing(baseline, timed)},
         "strategy": {
-            **(metrics.timing(strategy) if timed else _untimed(strategy)),
+            **metrics.timing(strategy, timed),
             **metrics.acceptance(steps),
-            "time_share": metrics.time_share(steps) if timed else None,
+            "time_share": metrics.time_share(steps if timed else ()),
         },
         "by_category": by_category(samples, timed),
-        "speedup": asdict(speedup(samples, "decode")) if timed else None,
-        "end_to_end_speedup": asdict(speedup(samples, "latency")) if timed else None,
+        "speedup": _interval(samples, "decode", timed),
+        "end_to_end_speedup": _interval(samples, "latency", timed),
         "predicted_speedup": profile["predicted_speedup"] if profile else None,
         "exactness": {
             "verdict": verdict,
-            "identical": sum(s.divergence is None for s in samples),
+            "identical": len(samples) - len(divergences),
             "prompts": len(samples),
-            "divergences": [s.divergence.as_dict() for s in samples if s.divergence],
+            "divergences": [d.as_dict() for d in divergences],
         },
-        "memory": _memory(lab.target, samples, peak_bytes),
-        "decode": _mbu(lab.target, baseline, strategy, batch, peaks) if timed else None,
-        "prefill": _mfu(lab.target, strategy, peaks) if timed else None,
+        "memory": _memory(lab.target, steps, peak_bytes),
+        "decode": _mbu(lab.target, measured, peaks if timed else None),
+        "prefill": _mfu(lab.target, strategy, peaks if timed else None),
         "quality": None,
         "compare_hf": dict(compare_hf) if compare_hf else None,
         "profile": dict(profile) if profile else None,
         "implementation": lab.target.implementation,
-        "warnings": list(dict.fromkeys(warnings)),
+        "warnings": list(dict.fromkeys(notes)),
     }
 
 
-def _sides(samples: Sequence[Sample]) -> tuple[list[Generation], list[Generation]]:
-    return [s.baseline for s in samples if s.baseline], [s.strategy for s in samples if s.strategy]
-
-
-def _untimed(done: Sequence[Generation]) -> dict[str, Any]:
-    names = ("ttft_s", "tpot_s", "itl_p50_s", "itl_p99_s", "tokens_per_second", "latency_s")
-    return {"tokens": sum(len(g.tokens) for g in done), **dict.fromkeys(names)}
-
-
-def speedup(samples: Sequence[Sample], kind: str) -> Interval:
+def speedup(samples: Sequence[Sample], kind: Literal["decode", "latency"]) -> Interval:
     """Over units: a prompt, or the prompts of one batch, whose time is that of its slowest."""
-    units: dict[int, list[Sample]] = {}
-    for s in samples:
-        units.setdefault(s.unit, []).append(s)
     columns: list[list[float]] = [[], [], [], []]
-    for unit in units.values():
+    for unit in units(samples):
         row: list[float] = []
-        for done in _sides(unit):
-            first = 0.0 if kind == "latency" else max(g.ttft_s for g in done)
+        for done in ([s.baseline for s in unit], [s.strategy for s in unit]):
             # the first token belongs to the prefill
             tokens = sum(len(g.tokens) - (kind == "decode") for g in done)
-            row += [max(g.latency_s for g in done) - first, tokens]
+            row += [decode_seconds(done) if kind == "decode" else max(g.latency_s for g in done), tokens]
         if row[1] and row[3]:
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
-    return speedup_interval(*(torch.tensor(c, dtype=torch.float64).numpy() for c in columns))
+    return speedup_interval(*(np.array(column) for column in columns))
+
+
+def _interval(samples: Sequence[Sample], kind: Literal["decode", "latency"], timed: bool) -> dict[str, Any]:
+    return asdict(speedup(samples, kind)) if timed else dict.fromkeys(("value", "low", "high", "n"))
+
+
+def units(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples by the batch they ran in."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.unit, []).append(sample)
+    return list(found.values())
+
+
+def decode_seconds(batch: Sequence[Generation]) -> float:
+    """From the last prefill's end to the last token: what the steps of one batch took."""
+    return max(g.latency_s for g in batch) - max(g.ttft_s for g in batch)
 
 
 def by_category(samples: Sequence[Sample], timed: bool) -> dict[str, Any]:
     out = {}
     for name in dict.fromkeys(s.category for s in samples):
         mine = [s for s in samples if s.category == name]
-        found = metrics.acceptance([step for g in _sides(mine)[1] for step in g.steps])
+        found = metrics.acceptance([step for s in mine for step in s.strategy.steps])
         out[name] = {
             "n": len(mine),
-            "speedup": asdict(speedup(mine, "decode")) if timed else None,
+            "speedup": _interval(mine, "decode", timed),
             "tokens_per_step": found["tokens_per_step"],
             "acceptance_rate": found["acceptance_rate"],
         }
     return out
 
 
-def _memory(target: Decoder, samples: Sequence[Sample], peak_bytes: int | None) -> dict[str, Any]:
+def _memory(target: Decoder, steps: Sequence[Step], peak_bytes: int | None) -> dict[str, Any]:
+    """`weights_bytes`: of all products, and of the embedding table where it is held beside the unembedding."""
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
-    held = [(step.kv_bytes, step.kv_slots) for s in samples if s.strategy for step in s.strategy.steps]
-    kv_bytes, slots = max(held, default=(None, None))
+    kv_bytes, slots = max(((step.kv_bytes, step.kv_slots) for step in steps), default=(None, None))
+    shared = target.unembedding.weight is target.embedding
     return {
-        "weights_bytes": target.weight_bytes,
+        "weights_bytes": target.weight_bytes + (0 if shared else target.embedding.nbytes),
         "kv_bytes": kv_bytes,
         "kv_bytes_formula": None if slots is None else per_token * slots,
         "kv_bytes_per_token": per_token,
@@ -150,32 +154,35 @@ def _memory(target: Decoder, samples: Sequence[Sample], peak_bytes: int | None) 
     }
 
 
-def _mbu(
-    target: Decoder, baseline: Sequence[Generation], strategy: Sequence[Generation], batch: int, peaks: Peaks | None
-) -> dict[str, Any] | None:
-    """Bytes a step reads (weights, committed KV) ÷ its seconds ÷ the peak measured here; the textbook's beside it."""
+def _mbu(target: Decoder, measured: Measurement, peaks: Peaks | None) -> dict[str, Any]:
+    """Bytes that the steps read (weights, committed KV) ÷ their seconds ÷ the peak measured here; the textbook's value
+    (bytes of weights × tokens/s of one sequence ÷ peak) beside it."""
     if peaks is None:
-        return None
+        return dict.fromkeys(("mbu", "mbu_baseline", "mbu_textbook", "peak"))
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
+    batches = units(measured.samples)
 
-    def used(done: Sequence[Generation]) -> float | None:
-        read = 0.0
-        for g in done:
-            lengths = g.prompt_tokens
-            for emitted in [n for _, n in g.delivered[1:]]:
-                read += target.weight_bytes / batch + lengths * per_token
-                lengths += emitted
-        return metrics.ratio(read, sum(g.decode_s for g in done) / batch * peaks.read_bytes_per_s)
+    def used(side: Literal["baseline", "strategy"]) -> float | None:
+        read = seconds = 0.0
+        for unit in batches:
+            done: list[Generation] = [getattr(s, side) for s in unit]
+            seconds += decode_seconds(done)
+            read += target.weight_bytes * max(len(g.delivered) - 1 for g in done)
+            for g in done:
+                # a step reads what the steps before it committed
+                committed = accumulate((n for _, n in g.delivered[1:-1]), initial=g.prompt_tokens)
+                read += per_token * sum(committed) if len(g.delivered) > 1 else 0
+        return metrics.ratio(read, seconds * peaks.read_bytes_per_s)
 
-    rate = metrics.timing(strategy)["tokens_per_second"]
+    rate = metrics.timing([s.strategy for s in measured.samples])["tokens_per_second"]
     textbook = None if rate is None else target.weight_bytes * rate / peaks.read_bytes_per_s
-    return {"mbu": used(strategy), "mbu_baseline": used(baseline), "mbu_textbook": textbook, "peak": "measured"}
+    return {"mbu": used("strategy"), "mbu_baseline": used("baseline"), "mbu_textbook": textbook, "peak": "measured"}
 
 
-def _mfu(target: Decoder, done: Sequence[Generation], peaks: Peaks | None) -> dict[str, Any] | None:
+def _mfu(target: Decoder, done: Sequence[Generation], peaks: Peaks | None) -> dict[str, Any]:
     """FLOPs of the prompts' rows ÷ prefill seconds ÷ the peak measured here. Prefill computes no row in vain."""
     if peaks is None:
-        return None
+        return dict.fromkeys(("mfu_useful", "mfu_hardware"))
     c = target.config
     head = target.unembedding.in_features * target.unembedding.out_features
     inner = target.weight_bytes // target.dtype.itemsize - head
@@ -240,8 +247,6 @@ def write_run(folder: Path, result: Mapping[str, Any], samples: Sequence[Sample]
 def _events(samples: Sequence[Sample]) -> Iterable[dict[str, Any]]:
     for sample in samples:
         for side, g in (("baseline", sample.baseline), ("strategy", sample.strategy)):
-            if g is None:
-                continue
             if g.prefill is not None:
                 yield {"id": sample.id, "side": side, "event": "prefill", **asdict(g.prefill)}
             for step in g.steps:
@@ -252,20 +257,20 @@ def _sample(s: Sample, lab: Lab) -> dict[str, Any]:
     row: dict[str, Any] = {
         "id": s.id,
         "category": s.category,
+        "batch": s.unit,
         "prompt_tokens": len(s.prompt),
         "prompt": lab.text(s.prompt),
     }
     for side, g in (("baseline", s.baseline), ("strategy", s.strategy)):
-        if g is not None:
-            timed = bool(g.delivered)
-            row[side] = {
-                "text": lab.text(g.tokens),
-                "tokens": g.tokens,
-                "reason": g.reason,
-                "ttft_s": g.ttft_s if timed else None,
-                "tpot_s": metrics.tpot(g) if timed else None,
-                "latency_s": g.latency_s if timed else None,
-            }
+        timed = bool(g.delivered)
+        row[side] = {
+            "text": lab.text(g.tokens),
+            "tokens": g.tokens,
+            "reason": g.reason,
+            "ttft_s": g.ttft_s if timed else None,
+            "tpot_s": metrics.tpot(g) if timed else None,
+            "latency_s": g.latency_s if timed else None,
+        }
     row["divergence"] = s.divergence.as_dict() if s.divergence else None
     return row
 
@@ -276,21 +281,13 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_atomic(path: Path, text: str) -> None:
     """All of it or nothing, whatever happens meanwhile."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        partial.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
-
-
-def layout_line(layout: Layout) -> str:
-    """The KV layout in a few words."""
-    first = layout.layers[0]
-    windows = sorted({layer.window for layer in layout.layers if layer.window is not None})
-    text = f"{len(layout.owners)} layers × {first.kv_heads} KV heads × {layout.head_dim}"
-    return text + (f", windows {windows}" if windows else "")

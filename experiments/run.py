@@ -1,6 +1,7 @@
 """The job `run`: strategy against baseline on a task."""
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
-from .lab import Heard, Lab, load_lab
+from .lab import Heard, Lab, draft_digest, load_lab
 from .measure import Measurement, measure
 from .progress import Watch
 from .result import build_result, provenance, run_key, speedup, write_run
@@ -30,11 +31,13 @@ BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows 
 
 def run(config: RunConfig) -> int:
     """Measure, write the run's folder, print the table. 1 if the output is broken, 130 if interrupted, else 0."""
-    console = Console()
+    with hardware.torch_threads(config.threads):
+        return _run(config)
+
+
+def _run(config: RunConfig) -> int:
     started = datetime.now(UTC)
     load_before = hardware.load_average()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
@@ -46,24 +49,28 @@ def run(config: RunConfig) -> int:
             config.model, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step
         )
         notes += lab.notes
-        digests = {"weights": lab.source.digest, "draft": draft_digest(config), "task": task.digest}
+        digests = {"weights": lab.source.digest, "draft": draft_digest(config.drafting), "task": task.digest}
         folder = _folder(config, run_key(config.resolved, digests), lab, started)
-        hf = _peer(config, lab, dtype, device) if config.compare_hf else None
-        peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if config.timing == "paired" else None
-        measured = measure(
-            lab,
-            task,
-            config.task,
-            seed=config.seed,
-            batch=config.batch,
-            timing=config.timing,
-            hf=hf,
-            progress=lambda done, total, note: watch.step("decoding", done, total, note),
-        )
-        profiled = _profile(lab, measured, config.batch, config.seed) if config.profile and not measured.interrupted else None
+        try:
+            hf = _peer(config, lab, dtype, device) if config.compare_hf else None
+            peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if config.timing == "paired" else None
+            measured = measure(
+                lab,
+                task,
+                config.task,
+                seed=config.seed,
+                batch=config.batch,
+                timing=config.timing,
+                hf=hf,
+                progress=lambda done, total, note: watch.step("decoding", done, total, note),
+            )
+        except BaseException:
+            with suppress(OSError):  # it is empty
+                folder.rmdir()
+            raise
+        profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
     result = build_result(
         config.resolved,
-        config.batch,
         lab,
         measured,
         digests=digests,
@@ -86,26 +93,32 @@ def run(config: RunConfig) -> int:
     write_run(folder, result, measured.samples, lab)
     rule = type(config.acceptance).__name__.lower()
     title = f"{lab.source.label}: {' + '.join(lab.drafter.sources)}, {rule}, {task.label}"
-    table.show(result, measured.samples, title, result["provenance"]["device"], console)
-    console.print(f"written to {folder}")
+    console = Console(highlight=False, markup=False)
+    table.show(result, measured.samples, title, console)
+    console.print(f"\nwritten to {folder}", soft_wrap=True)
     if measured.interrupted:
         print(f"decodelab: interrupted after {len(measured.samples)} prompts; they are in {folder}", file=sys.stderr)
         return 130
     return 1 if result["status"] == "broken" else 0
 
 
-def draft_digest(config: RunConfig) -> str | None:
-    """The weights of the model that drafts, if one does."""
-    return open_source(config.drafting.model.model).digest if isinstance(config.drafting, DraftModel) else None
+def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str, Any] | None:
+    """T(k) and the draft's cost, measured apart from the timed run, and what they say of it. T(k) is of one sequence.
 
-
-def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str, Any]:
-    """T(k) and the draft's cost, measured apart from the timed run, and what they say of it. T(k) is of one sequence."""
+    None where the run was interrupted or is now: what was measured before is kept.
+    """
+    if measured.interrupted:
+        return None
     samples = measured.samples
-    steps = [step for s in samples if s.strategy for step in s.strategy.steps]
-    context = round(mean(len(s.prompt) + len(s.baseline.tokens) / 2 for s in samples if s.baseline))
-    profile = cost.measure_target(lab.target, context=max(1, min(context, lab.context - max(cost.ROWS))))
-    draft = cost.draft_cost(lab.target, lab.drafter, lab.acceptance, [s.request for s in samples[:PROFILED]], seed=seed)
+    steps = [step for s in samples for step in s.strategy.steps]
+    context = round(mean(len(s.prompt) + len(s.plain) / 2 for s in samples))
+    some = [s.request for s in samples[:PROFILED]]
+    try:
+        profile = cost.measure_target(lab.target, context=max(1, min(context, lab.context - max(cost.ROWS))))
+        draft = cost.draft_cost(lab.target, lab.drafter, lab.acceptance, some, seed=seed)
+    except KeyboardInterrupt:
+        measured.interrupted = True
+        return None
     timed = speedup(samples, "decode").value if measured.timed else None
     return {
         "context": profile.context,
@@ -128,7 +141,7 @@ def _peer(config: RunConfig, lab: Lab, dtype: torch.dtype, device: torch.device)
 def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
     samples = measured.samples
     runs = {mode: [s.hf[mode] for s in samples] for mode in hf.modes}
-    return summarise(hf, runs, [s.baseline.tokens for s in samples if s.baseline])
+    return summarise(hf, runs, [s.plain for s in samples])
 
 
 def _folder(config: RunConfig, key: str, lab: Lab, started: datetime) -> Path:
