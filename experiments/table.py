@@ -1,8 +1,9 @@
 """What a run found, for people: a table, the best and the worst prompt with their reason, and notes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,9 @@ _MEANING = {
     "broken": "NOT the target's output",
 }
 _STYLE = {"exact": "green", "near-tie": "yellow", "same law": "green", "lossy": "yellow", "broken": "bold red"}
+_PHASES = ("draft", "verify", "accept", "commit", "other")
+_WIDEST = 28  # characters of a name in a table; 80 columns must do
+_DIVERGENCES = 5  # shown
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -44,101 +48,105 @@ def size(value: float | None) -> str:
     raise AssertionError
 
 
-def interval(found: Mapping[str, Any] | None, unit: str = "×") -> str:
-    """A value with its 95 % interval, or with the reason why there is none."""
-    if found is None or found["value"] is None:
+def interval(found: Mapping[str, Any]) -> str:
+    """A speedup with its 95 % interval; with n where there are too few prompts for one."""
+    if found["value"] is None:
         return "–"
     if found["low"] is None:
-        return f"{found['value']:.2f}{unit} (n = {found['n']}: no interval)"
-    return f"{found['value']:.2f}{unit} [{found['low']:.2f}, {found['high']:.2f}]"
+        return f"{found['value']:.2f}× (n={found['n']})"
+    return f"{found['value']:.2f}× [{found['low']:.2f}, {found['high']:.2f}]"
 
 
-def show(result: Mapping[str, Any], samples: Sequence[Sample], title: str, device: str, console: Console) -> None:
-    """Print it all."""
-    console.print(Group(*_parts(result, samples, title, device)))
+def show(result: Mapping[str, Any], samples: Sequence[Sample], title: str, console: Console) -> None:
+    """Print it all. Tables fit into 80 columns; sentences wrap."""
+    console.print(Group(*_parts(result, samples, title)))
 
 
-def _parts(r: Mapping[str, Any], samples: Sequence[Sample], title: str, device: str) -> list[Any]:
-    p, verdict, baseline = r["provenance"], r["exactness"]["verdict"], r["baseline"]["kind"]
-    parts: list[Any] = [
-        Text(title, style="bold"),
-        Text(f"{device} · {p['dtype']} · {p['threads']} threads · {r['prompts']} prompts · baseline: {baseline}"),
-        _comparison(r),
-    ]
-    line = Text("output: ")
-    line.append(verdict, style=_STYLE[verdict])
-    line.append(
-        f" – {_MEANING[verdict]} ({r['exactness']['identical']} of {r['exactness']['prompts']} prompts identical)"
-    )
-    parts.append(line)
-    parts += [
-        Text(f"  {d['id']}: differs at token {d['position']}, gap {number(d['gap'], 6)}")
-        for d in r["exactness"]["divergences"][:5]
-    ]
-    parts.append(_categories(r))
+def _parts(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> Iterator[Any]:
+    for i, section in enumerate(_sections(r, samples, title)):
+        if i and section:
+            yield Text()
+        yield from section
+
+
+def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> Iterator[list[Any]]:
+    p, timed = r["provenance"], r["strategy"]["ttft_s"] is not None
+    about = f"{p['device']} · {p['dtype']} · {r['prompts']} prompts{'' if timed else ' · untimed'}"
+    yield [Text(title, style="bold"), Text(about)]
+    yield [_comparison(r)]
+    yield [*_exactness(r["exactness"]), *_resources(r)]
+    yield [_categories(r["by_category"], timed)]
+    yield [Text(line) for line in reasons(samples)]
     if r["compare_hf"]:
-        parts.append(_transformers(r))
-    parts += [Text(line) for line in reasons(samples)]
+        yield [_transformers(r)]
     if r["profile"]:
-        parts.append(_profile(r["profile"]))
-        parts += [Text(line) for line in r["profile"]["explained"]]
-    parts += [Text(f"note: {w}", style="yellow") for w in r["warnings"]]
-    return parts
+        yield [_profile(r["profile"]), *map(Text, r["profile"]["explained"])]
+    yield [Text(f"note: {w}", style="yellow") for w in r["warnings"]]
+
+
+def _table(*columns: str) -> Table:
+    """The first column names the row, the others hold numbers."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
 
 
 def _comparison(r: Mapping[str, Any]) -> Table:
-    base, ours, memory, decode = r["baseline"], r["strategy"], r["memory"], r["decode"] or {}
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "plain", "strategy"):
-        table.add_column(name, justify="left" if not name else "right")
+    base, ours, decode = r["baseline"], r["strategy"], r["decode"]
+    table = _table("", base["kind"], "strategy")
     rows = [
-        ("speedup (decode, 95 % interval)", "1.00×", interval(r["speedup"])),
+        ("speedup [95 % interval]", "1.00×", interval(r["speedup"])),
         ("end-to-end speedup", "1.00×", interval(r["end_to_end_speedup"])),
-        ("predicted speedup", "", number(r["predicted_speedup"], 2, "×") if r["predicted_speedup"] else None),
+        ("predicted speedup", "", number(r["predicted_speedup"], 2, "×")),
         ("tokens per step (τ)", "1.00", number(ours["tokens_per_step"])),
         ("acceptance", "", percent(ours["acceptance_rate"])),
         ("tokens per second", number(base["tokens_per_second"], 1), number(ours["tokens_per_second"], 1)),
-        ("time to first token", seconds(base["ttft_s"]), seconds(ours["ttft_s"])),
-        ("time per output token", seconds(base["tpot_s"]), seconds(ours["tpot_s"])),
-        ("memory bandwidth used (MBU)", percent(decode.get("mbu_baseline")), percent(decode.get("mbu"))),
-        (
-            "weights / KV / process",
-            "",
-            " / ".join(size(memory[k]) for k in ("weights_bytes", "kv_bytes", "peak_bytes")),
-        ),
-        ("time in draft / verify / accept / commit / other", "", _shares(ours["time_share"])),
+        ("time to first token (ttft)", seconds(base["ttft_s"]), seconds(ours["ttft_s"])),
+        ("time per output token (tpot)", seconds(base["tpot_s"]), seconds(ours["tpot_s"])),
+        ("bandwidth used (MBU)", percent(decode["mbu_baseline"]), percent(decode["mbu"])),
     ]
     for name, plain, strategy in rows:
-        if strategy not in (None, "–"):
+        if strategy != "–":
             table.add_row(name, plain, strategy)
     return table
 
 
-def _shares(share: Mapping[str, float | None] | None) -> str | None:
-    if share is None or share["verify"] is None:
-        return None
-    return " / ".join(percent(share[phase]) for phase in ("draft", "verify", "accept", "commit", "other"))
+def _exactness(found: Mapping[str, Any]) -> Iterator[Text]:
+    verdict = found["verdict"]
+    line = Text("output: ").append(verdict, style=_STYLE[verdict])
+    yield line.append(f" – {_MEANING[verdict]} ({found['identical']} of {found['prompts']} prompts identical)")
+    for d in found["divergences"][:_DIVERGENCES]:
+        gap = "" if d["gap"] is None else f", {d['gap']:.3g} below plain decoding's choice"
+        yield Text(f"  {d['id']}: token {d['position']} is {_id(d['got'])}, not {_id(d['expected'])}{gap}")
+    if (more := len(found["divergences"]) - _DIVERGENCES) > 0:
+        yield Text(f"  and {more} more in result.json")
 
 
-def _categories(r: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("category", "n", "speedup", "tokens/step", "acceptance"):
-        table.add_column(name, justify="left" if name == "category" else "right")
-    for name, row in r["by_category"].items():
-        table.add_row(
-            name,
-            str(row["n"]),
-            interval(row["speedup"]),
-            number(row["tokens_per_step"]),
-            percent(row["acceptance_rate"]),
-        )
+def _id(token: int | None) -> str:
+    return "the end" if token is None else f"id {token}"
+
+
+def _resources(r: Mapping[str, Any]) -> Iterator[Text]:
+    names = {"weights_bytes": "weights", "kv_bytes": "KV cache", "peak_bytes": "process at most"}
+    held = [f"{name} {size(r['memory'][key])}" for key, name in names.items() if r["memory"][key] is not None]
+    yield Text(f"memory: {', '.join(held)}")
+    share = r["strategy"]["time_share"]
+    if share["verify"] is not None:
+        yield Text("step time: " + ", ".join(f"{phase} {percent(share[phase])}" for phase in _PHASES))
+
+
+def _categories(found: Mapping[str, Mapping[str, Any]], timed: bool) -> Table:
+    table = _table("category", "n", *(("speedup [95 % interval]",) if timed else ()), "tokens/step", "acceptance")
+    for name, row in found.items():
+        speedup = (interval(row["speedup"]),) if timed else ()
+        rates = number(row["tokens_per_step"]), percent(row["acceptance_rate"])
+        table.add_row(_short(name), str(row["n"]), *speedup, *rates)
     return table
 
 
 def _transformers(r: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("transformers generate", "tokens/s", "time per token", "ours ÷ it", "identical"):
-        table.add_column(name, justify="left" if name.startswith("tr") else "right")
+    table = _table("transformers generate", "tokens/s", "time per token", "ours ÷ it", "identical")
     ours = r["strategy"]["tokens_per_second"]
     for mode, row in r["compare_hf"].items():
         rate = row["tokens_per_second"]
@@ -148,46 +156,53 @@ def _transformers(r: Mapping[str, Any]) -> Table:
 
 
 def _profile(profile: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"rows in one forward, {profile['context']} tokens of context")
-    for k in profile["seconds"]:
-        table.add_column(str(k), justify="right")
+    table = _table("rows in one forward, k", *(str(k) for k in profile["seconds"]))
     first = next(iter(profile["seconds"].values()))
-    table.add_row("T(k)", *(seconds(s) for s in profile["seconds"].values()))
+    table.add_row(f"T(k) at {profile['context']} tokens", *(seconds(s) for s in profile["seconds"].values()))
     table.add_row("T(k) ÷ T(1)", *(f"{s / first:.2f}" for s in profile["seconds"].values()))
     return table
 
 
+def _short(name: str) -> str:
+    return name if len(name) <= _WIDEST else f"{name[: _WIDEST - 1]}…"
+
+
 def reasons(samples: Sequence[Sample]) -> list[str]:
-    """The prompt that won most and the one that lost most, with what made the difference."""
+    """The prompt that won most and the one that won least or lost, each with what made the difference."""
     rated = []
     for s in samples:
-        if s.baseline and s.strategy and s.baseline.delivered and len(s.baseline.tokens) > 1:
-            base, ours = metrics.tpot(s.baseline), metrics.tpot(s.strategy)
-            if base and ours:
-                rated.append((base / ours, s))
+        base, ours = (metrics.tpot(g) if g.delivered else None for g in (s.baseline, s.strategy))
+        if base and ours:
+            rated.append((base / ours, s))
     if len(rated) < 2:
         return []
-    rated.sort(key=lambda pair: pair[0])
-    (low, worst), (high, best) = rated[0], rated[-1]
+    (low, worst), (high, best) = min(rated, key=_ratio), max(rated, key=_ratio)
+    if not any(step.depth for _, s in rated for step in s.strategy.steps):
+        return ["nothing was drafted on any prompt"]
+    first, last = "best: ", "worst:"
+    if low >= 1:
+        last = "no prompt lost; the least gain:"
+    elif high < 1:
+        first = "no prompt won; the least loss:"
     return [
-        f"best:  {best.id} ({best.category}) {high:.2f}×: {_why(best)}",
-        f"worst: {worst.id} ({worst.category}) {low:.2f}×: {_why(worst)}",
+        f"{first} {best.id} ({best.category}) {high:.2f}×: {_why(best)}",
+        f"{last} {worst.id} ({worst.category}) {low:.2f}×: {_why(worst)}",
     ]
 
 
+def _ratio(rated: tuple[float, Sample]) -> float:
+    return rated[0]
+
+
 def _why(s: Sample) -> str:
-    assert s.baseline is not None
-    assert s.strategy is not None
     steps = s.strategy.steps
     found = metrics.acceptance(steps)
-    if not any(step.depth for step in steps):
-        return "nothing was drafted, so every step costs what plain decoding costs, and the search for drafts besides"
-    per_step = metrics.ratio(sum(x.total_s for x in steps), len(steps)) or 0.0
-    plain = metrics.tpot(s.baseline) or per_step
-    text = (
-        f"{percent(found['acceptance_rate'])} of drafts was kept, {number(found['tokens_per_step'])} tokens a step "
-        f"against a step that costs {per_step / plain:.2f}× a plain one"
-    )
+    step = sum(x.total_s for x in steps) / len(steps)
+    plain = metrics.tpot(s.baseline) or step
+    cost = f"a step costs {step / plain:.2f}× a plain one"
+    if not any(x.depth for x in steps):
+        return f"nothing was drafted, and {cost} (the search for a draft is part of it)"
+    text = f"{percent(found['acceptance_rate'])} of what was drafted was kept"
     idle = found["steps_without_draft"]
-    return text + (f" ({idle} of {len(steps)} steps had no draft)" if idle else "")
+    searched = f"; {idle} of {len(steps)} steps had no draft" if idle else ""
+    return f"{text}, {number(found['tokens_per_step'])} tokens a step, and {cost}{searched}"
