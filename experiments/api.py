@@ -1,11 +1,14 @@
 """The Python interface: `load`, `generate`, `compare`, `load_runs`."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from ..decoding.acceptance import Acceptance
@@ -17,13 +20,15 @@ from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, named, open_source
 from .compose import groups
 from .composition import resolve_device, resolve_dtype, resolve_pair
+from .config import DTYPES, RunConfig
 from .construct import Constructor, did_you_mean
-from .hardware import describe_device
+from .hardware import describe_device, load_average, peak_memory_bytes, peaks
 from .items import Item, Message
-from .lab import Heard, Lab, build_lab
+from .lab import Heard, Lab, build_lab, draft_digest
 from .measure import measure
+from .metrics import acceptance as acceptance_of
 from .result import build_result, provenance
-from .tasks import Task, TaskSettings, load_task
+from .tasks import Task, TaskSettings, encode, load_task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,17 +45,13 @@ class LanguageModel:
     target: Decoder
 
     def encode(self, prompt: Prompt, chat: bool = False) -> list[int]:
-        """Token ids; `chat` wraps the text as one user message in the chat template."""
+        """Token ids, as a task's prompt gets them; `chat` wraps the text as one user message in the chat template."""
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
-        if chat:
-            messages = [{"role": "user", "content": prompt}]
-            return list(
-                self.source.tokenizer.apply_chat_template(
-                    messages, tokenize=True, add_generation_prompt=True, return_dict=False
-                )
-            )
-        return list(self.source.tokenizer(prompt)["input_ids"])
+        if chat and not self.source.tokenizer.chat_template:
+            raise UserError(f"the tokenizer of {self.source.label} has no chat template; leave chat=True out")
+        item = Item("the prompt", "prompts", (Message("user", prompt),), raw=True)
+        return encode(item, (), self.source.tokenizer, TaskSettings(name=None, chat=chat))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,12 @@ def load(
     >>> import decodelab
     >>> lm = decodelab.load("smollm2-135m")
     """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     where = resolve_device(device)
     kind, _ = resolve_dtype(dtype, where)
-    names = groups()["model"]
-    spec = named(model) if model in names else ModelSpec(path=model)
-    spec = ModelSpec(spec.name, spec.path, revision or spec.revision, adapter)
-    source = open_source(spec)
+    spec = named(model) if model in groups()["model"] else ModelSpec(path=model)
+    source = open_source(replace(spec, revision=revision or spec.revision, adapter=adapter))
     return LanguageModel(source, load_decoder(source, dtype=kind, device=where))
 
 
@@ -90,8 +91,10 @@ def part(group: str, chosen: Any, expected: Any) -> Any:
     """A part by its option's name, by a mapping with `name` and keys to change, or as settings built already."""
     if isinstance(chosen, str):
         chosen = {"name": chosen}
-    if not isinstance(chosen, Mapping):
+    if isinstance(chosen, expected):
         return chosen
+    if not isinstance(chosen, Mapping):
+        raise UserError(f"{group} must be a name, a mapping with name and keys, or settings; got {chosen!r}")
     keys = dict(chosen)
     name, options = keys.pop("name", None), groups()[group]
     if name not in options:
@@ -111,11 +114,14 @@ def _merged(content: Any, keys: Mapping[str, Any]) -> Any:
     return out
 
 
-def _lab(lm: LanguageModel, drafting: Any, acceptance: Any) -> Lab:
-    settings = part("drafting", drafting, DrafterSettings)
-    rule = part("acceptance", acceptance, Acceptance)
+def _lab(lm: LanguageModel, settings: DrafterSettings, rule: Acceptance) -> Lab:
     notes = resolve_pair(settings, rule, lm.source).notes()
     return build_lab(lm.source, lm.target, settings, rule, notes)
+
+
+def _listed(texts: str | Sequence[str]) -> list[str]:
+    """One text stands for a list of one, not for its characters."""
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 @overload
@@ -134,30 +140,34 @@ def generate(  # type: ignore[misc]  # the three lines above abbreviate the keyw
     acceptance: Part | Acceptance = "greedy",
     max_new_tokens: int = 64,
     chat: bool = False,
-    stop: Sequence[str] = (),
-    documents: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
+    documents: str | Sequence[str] = (),
     seed: int = 0,
     logprobs: bool = False,
     stream: bool = False,
 ) -> Any:
-    """Continue one prompt (text) or several (texts or lists of ids, side by side in one batch).
+    """Continue one prompt (a text or a list of ids) or several (a list of those, side by side in one batch).
 
     `stream=True` yields the text of one prompt piece by piece. Parts are named as on the command line, with their keys
-    in a mapping: `drafting={"name": "prompt_lookup", "max_draft": 6}`.
+    in a mapping: `drafting={"name": "prompt_lookup", "max_draft": 6}`. `documents` are what `reference` copies from.
+    A sampled output is a function of the prompt and `seed`, in any batch: another `seed` draws another.
 
     >>> decodelab.generate(lm, "def add(a, b):", max_new_tokens=16).text  # doctest: +SKIP
     >>> for piece in decodelab.generate(lm, "Once upon a time", stream=True): print(piece, end="")  # doctest: +SKIP
     """
-    lab = _lab(lm, drafting, acceptance)
-    single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+    lab = _lab(lm, part("drafting", drafting, DrafterSettings), part("acceptance", acceptance, Acceptance))
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     wanted = [prompts] if single else list(prompts)
     if not wanted:
         raise UserError("prompts is empty; give a text, or a list with at least one")
-    copied = [lm.encode(document) for document in documents]
-    requests = [lab.request(lm.encode(p, chat), max_new_tokens, stop=stop, documents=copied) for p in wanted]
+    tokenizer = lm.source.tokenizer
+    copied = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _listed(documents)]
+    requests = [lab.request(lm.encode(p, chat), max_new_tokens, stop=_listed(stop), documents=copied) for p in wanted]
     if stream:
         if not single:
             raise UserError(f"stream=True takes one prompt, got {len(wanted)}; loop over them")
+        if logprobs:
+            raise UserError("stream=True yields text alone; leave logprobs=True out")
         return _pieces(lab, lab.strategy(requests, seed))
     done = finish(lab.strategy(requests, seed, logprobs=logprobs))
     completions = [_completion(lab, g) for g in done]
@@ -179,13 +189,12 @@ def _pieces(lab: Lab, steps: Iterator[list[Generation]]) -> Iterator[str]:
 
 
 def _completion(lab: Lab, g: Generation) -> Completion:
-    decoded = sum(step.emitted for step in g.steps)
     return Completion(
         text=lab.text(g.tokens),
         tokens=tuple(g.tokens),
         reason=str(g.reason),
         logprobs=None if g.logprobs is None else tuple(g.logprobs),
-        tokens_per_step=decoded / len(g.steps) if g.steps else None,
+        tokens_per_step=acceptance_of(g.steps)["tokens_per_step"],
     )
 
 
@@ -203,30 +212,52 @@ def compare(
 ) -> dict[str, Any]:
     """Strategy against plain decoding on texts, or on a task (default: the demo). Returns what `result.json` holds.
 
+    A TaskSettings brings its own `max_new_tokens` and `chat`.
+
     >>> decodelab.compare(lm, ["def add(a, b):"] * 5)["exactness"]["verdict"]  # doctest: +SKIP
     'exact'
     """
-    lab = _lab(lm, drafting, acceptance)
+    started, load_before = datetime.now(UTC), load_average()
+    settings = part("drafting", drafting, DrafterSettings)
+    rule = part("acceptance", acceptance, Acceptance)
+    asked = prompts if isinstance(prompts, TaskSettings) else TaskSettings(max_new_tokens=max_new_tokens, chat=chat)
+    if prompts is None and not chat:
+        asked = replace(asked, chat=None)
+    config = RunConfig(ModelSpec(path=lm.source.label), settings, rule, asked, seed=seed, batch=batch, timing=timing)
+    lab = _lab(lm, settings, rule)
     if prompts is None or isinstance(prompts, TaskSettings):
-        settings = prompts or TaskSettings()
-        task = load_task(settings)
+        task = load_task(asked)
+    elif isinstance(prompts, str) or not prompts or not all(isinstance(text, str) for text in prompts):
+        raise UserError("prompts must be a list with at least one text, or TaskSettings")
     else:
-        if isinstance(prompts, str) or not prompts:
-            raise UserError("prompts must be a list with at least one text, or TaskSettings")
-        settings = TaskSettings(name=None, max_new_tokens=max_new_tokens, chat=chat)
-        items = [Item(str(i), "prompts", (Message("user", text),), raw=True) for i, text in enumerate(prompts)]
-        task = Task(tuple(items), "prompts", "")
+        items = tuple(Item(str(i), "prompts", (Message("user", text),), raw=True) for i, text in enumerate(prompts))
+        task = Task(items, "prompts", hashlib.sha256(repr(list(prompts)).encode()).hexdigest())
+    device, dtype = lm.target.device, lm.target.dtype
     with Heard() as heard:
-        measured = measure(lab, task, settings, seed=seed, batch=batch, timing=timing)
+        peak = peaks(device, dtype, torch.get_num_threads()) if timing == "paired" else None
+        measured = measure(lab, task, asked, seed=seed, batch=batch, timing=timing)
     return build_result(
-        {"seed": seed, "batch": batch, "timing": timing, "drafting": repr(drafting), "acceptance": repr(acceptance)},
-        batch,
+        {
+            "model": {"path": lm.source.label},
+            "drafting": repr(settings),
+            "acceptance": repr(rule),
+            "task": asdict(asked),
+            "dtype": str(dtype).removeprefix("torch."),
+            **{key: getattr(config, key) for key in ("seed", "batch", "timing")},
+        },
         lab,
         measured,
-        digests={"weights": lm.source.digest, "draft": None, "task": task.digest},
-        provenance=provenance(lm.target.dtype, seed, device=describe_device(lm.target.device)),
-        peaks=None,
-        peak_bytes=None,
+        digests={"weights": lm.source.digest, "draft": draft_digest(settings), "task": task.digest},
+        provenance=provenance(
+            dtype,
+            seed,
+            device=describe_device(device),
+            started_at=started.isoformat(timespec="seconds"),
+            load_before=load_before,
+            load_after=load_average(),
+        ),
+        peaks=peak,
+        peak_bytes=peak_memory_bytes(device),
         warnings=[*lab.notes, *heard.texts],
     )
 
