@@ -13,7 +13,7 @@ from ..kernels.verify_attention import padded_keys
 from .layout import Layout
 from .rows import Rows, forest, segments
 
-# A chain longer than this attends without a mask of its own (`causal_attention`).
+# More rows of a prompt than this attend without a mask of their own (`causal_attention`).
 LONG_CHAIN = 64
 _ALIGN = 64  # slots a sequence come in multiples of this
 
@@ -80,6 +80,9 @@ class DenseCache:
     def __init__(
         self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
+        for i, layer in enumerate(layout.layers):
+            if layer.sink or layer.bits != 16:
+                raise ValueError(f"layer {i} has sink={layer.sink} and bits={layer.bits}; a dense cache keeps neither")
         self.layout = layout
         self.capacity = padded_keys(-(-capacity // _ALIGN) * _ALIGN)
         self.device = torch.device(device)
@@ -167,7 +170,7 @@ class DenseCache:
         earlier, count = len(mine), b - a
         mine += range(rows.first + a, rows.first + b)
         slot = committed + earlier
-        if rows.chain and not earlier and count > LONG_CHAIN:
+        if rows.prompt and not earlier and count > LONG_CHAIN:
             return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
         keys = padded_keys(slot + count)
         if earlier or not rows.chain:

@@ -18,7 +18,8 @@ class Rows:
     `parents` index the rows staged since the last commit, of which this forward's first is number `first`; −1 follows
     the sequence's committed prefix. A row sees that prefix, its ancestors and itself; its position is prefix + depth,
     so siblings share one. `chain`: each row follows the row before it of its sequence, and the first one the rows that
-    its sequence has staged already; no T × T mask is ever built.
+    its sequence has staged already. `prompt`: the chain is prefill, which no single-row forward is held against, so it
+    may be summed in another order, and no T × T mask is built.
     """
 
     tokens: Int[Tensor, " T"]
@@ -26,13 +27,18 @@ class Rows:
     sequence: Int[Tensor, " T"]
     chain: bool
     first: int = 0
+    prompt: bool = False
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
 
 def chains(
-    tokens: Sequence[Sequence[int]], sequences: Sequence[int], last: Sequence[int] | None = None, first: int = 0
+    tokens: Sequence[Sequence[int]],
+    sequences: Sequence[int],
+    last: Sequence[int] | None = None,
+    first: int = 0,
+    prompt: bool = False,
 ) -> Rows:
     """One chain a sequence, side by side; `last[i]` is the staged row that chain i follows (−1: the prefix)."""
     parents: list[int] = []
@@ -41,7 +47,7 @@ def chains(
         parents += [-1 if last is None else last[i], *range(at, at + len(chain) - 1)][: len(chain)]
     flat = [t for chain in tokens for t in chain]
     owner = [s for s, chain in zip(sequences, tokens, strict=True) for _ in chain]
-    return Rows(torch.tensor(flat), torch.tensor(parents), torch.tensor(owner), chain=True, first=first)
+    return Rows(torch.tensor(flat), torch.tensor(parents), torch.tensor(owner), True, first, prompt)
 
 
 @lru_cache(maxsize=4096)

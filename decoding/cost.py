@@ -87,6 +87,7 @@ class Counted(Protocol):
     def emitted(self) -> int: ...
 
 
+@torch.inference_mode()
 def measure_target(target: Decoder, *, context: int, rows: Sequence[int] = ROWS, repeats: int = 9) -> Profile:
     """T(k) as the loop's verification pays it: all rows' logits, their argmax on the host. The k take turns."""
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +96,7 @@ def measure_target(target: Decoder, *, context: int, rows: Sequence[int] = ROWS,
     slot = cache.open()
     for at in range(0, context, PREFILL_CHUNK):
         piece = tokens[at : min(at + PREFILL_CHUNK, context)]
-        target(chains([piece], [slot]), cache, logits_of=torch.tensor([len(piece) - 1]))
+        target(chains([piece], [slot], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
         cache.commit({slot: range(len(piece))})
     feeds = [(k, chains([tokens[context : context + k]], [slot])) for k in rows]
     seconds: dict[int, list[float]] = {k: [] for k in rows}

@@ -6,6 +6,7 @@ transformers has none), no_repeat_ngram, bad_words, min_new_tokens, temperature,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -48,11 +49,15 @@ class LawSettings:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", self.temperature > 0, "above 0; use acceptance=greedy for argmax"),
+            (
+                "temperature",
+                1e-6 <= self.temperature < inf,
+                "at least 1e-6 and finite; use acceptance=greedy for argmax",
+            ),
             ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: off)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "above 0 and finite (1: off)"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("no_repeat_ngram", self.no_repeat_ngram >= 0, "at least 0 (0: off)"),
@@ -134,6 +139,8 @@ def _word_ids(words: Sequence[BadWord], tokenizer: PreTrainedTokenizerBase | Non
     """A word is forbidden at the start of a text and after a space, which tokenise differently."""
     out: list[list[int]] = []
     for word in words:
+        if not word:
+            raise UserError("acceptance.bad_words has an empty word, which would forbid the space; leave it out")
         if not isinstance(word, str):
             out.append(list(word))
             continue
@@ -143,8 +150,6 @@ def _word_ids(words: Sequence[BadWord], tokenizer: PreTrainedTokenizerBase | Non
             ids = tokenizer(form, add_special_tokens=False)["input_ids"]
             if ids and ids not in out:
                 out.append(ids)
-    if not all(out):
-        raise UserError("acceptance.bad_words has an empty word; leave it out")
     return out
 
 

@@ -50,8 +50,9 @@ class Live:
         left = self.request.stop.limit - len(self.out.tokens) - 1
         return Room(max(0, min(depth, left)), max(0, min(nodes, cache.room(self.slot) - 1)) if left > 0 else 0)
 
-    def check(self, draft: Draft, room: Room, vocab: int, drafter: str) -> None:
+    def check(self, draft: Draft, room: Room, vocab: int, sources: Sequence[str]) -> None:
         """A drafter of the user's may err; the loop says so instead of writing past the cache."""
+        drafter = sources[0]
         if len(draft) > room.rows or draft.depth > room.depth:
             raise UserError(
                 f"{drafter} drafted {len(draft)} rows of depth {draft.depth}, but there is room for {room.rows} of "
@@ -59,6 +60,15 @@ class Live:
             )
         if wrong := [t for t in draft.tokens if not 0 <= t < vocab]:
             raise UserError(f"{drafter} drafted token id {wrong[0]}, but the target's vocabulary is 0 to {vocab - 1}")
+        if wrong := [i for i in draft.source if not 0 <= i < len(sources)]:
+            raise UserError(
+                f"{drafter} names source {wrong[0]}, but it has {len(sources)}; correct `source` or `sources`"
+            )
+        if draft.q is not None and (draft.q.shape[1] != vocab or max(draft.q_row, default=-1) >= len(draft.q)):
+            raise UserError(
+                f"{drafter} gives q of shape {tuple(draft.q.shape)} for rows {max(draft.q_row, default=-1)} and below; "
+                f"it must have {vocab} columns, the target's vocabulary, and the rows that q_row names"
+            )
 
     def take(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "K1 V"] | None) -> Kept:
         """Emit what the stop rule leaves of a verdict. `logits` of the root and the draft's rows, for log p."""

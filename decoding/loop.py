@@ -19,6 +19,7 @@ from .reference import PREFILL_CHUNK
 from .request import Request
 
 
+@torch.inference_mode()
 def decode(
     target: Decoder,
     requests: Sequence[Request],
@@ -33,7 +34,10 @@ def decode(
     begin, clock = time.perf_counter(), Clock(target.device)
     needs, gives, vocab = drafter.needs, drafter.gives, target.config.vocab
     nodes = gives.rows if budget is None else min(budget, gives.rows)
-    cache = target.open_cache(len(requests), max(len(r.prompt) + r.stop.limit + nodes for r in requests))
+    slots = (
+        len(r.prompt) + r.stop.limit + (min(nodes, r.stop.limit) if gives.shape == "chain" else nodes) for r in requests
+    )
+    cache = target.open_cache(len(requests), max(slots))
     out = [Generation(i, len(r.prompt), logprobs=[] if logprobs else None) for i, r in enumerate(requests)]
     live = [Live(r, cache.open(), g, list(r.prompt)) for r, g in zip(requests, out, strict=True)]
     laps: list[tuple[list[Any], list[Step]]] = []
@@ -64,7 +68,7 @@ def decode(
             marks.append(clock.mark())
 
             for s, draft, r in zip(live, drafts, room, strict=True):
-                s.check(draft, r, vocab, drafter.sources[0])
+                s.check(draft, r, vocab, drafter.sources)
             rows, at = assemble(live, drafts)
             marks.append(clock.mark())
             verified = target(rows, cache, taps=needs.taps)
@@ -89,19 +93,18 @@ def decode(
                 s.state = state
             marks.append(clock.mark())
             steps = [s.step(len(laps), len(live), d, k, drafter.sources, cache) for s, k, d, _ in each]
-            laps.append((marks, steps))
             for s, step in zip(live, steps, strict=True):
                 step.at_s = time.perf_counter() - begin
                 s.out.delivered.append((step.at_s, step.emitted))
                 s.out.steps.append(step)
-            marks.append(clock.mark())
+            laps.append(([*marks, clock.mark()], steps))
             yield out
     finally:
         for s in live:
             if s.started:
                 drafter.finish(s.state)
         clock.settle()
-        (start,) = clock.between(starting) or [0.0]
+        start = sum(clock.between(starting))  # 0 where an abort came first
         for marks, s in prefilled:
             forward, told = clock.between(marks)
             s.out.prefill = Prefill(s.out.request, len(s.request.prompt), forward, start / len(requests) + told)
@@ -123,7 +126,7 @@ def _prefill(
         piece = prompt[at : at + PREFILL_CHUNK]
         last = at + len(piece) == len(prompt)
         taps = needs.taps if needs.prefill_hidden or last else ()
-        out = target(chains([piece], [s.slot]), cache, logits_of=torch.tensor([len(piece) - 1]), taps=taps)
+        out = target(chains([piece], [s.slot], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]), taps=taps)
         cache.commit({s.slot: range(len(piece))})
         pieces.append((at, len(piece), out))
     law = Law(s.request.processors, out.logits, s.tokens, argmax=out.logits.argmax(-1).tolist())

@@ -19,6 +19,7 @@ from .request import Request
 PREFILL_CHUNK = 2048
 
 
+@torch.inference_mode()
 def decode(
     target: Decoder,
     requests: Sequence[Request],
@@ -58,7 +59,7 @@ def decode(
         started = time.perf_counter()
         for at in range(0, len(request.prompt), PREFILL_CHUNK):
             piece = request.prompt[at : at + PREFILL_CHUNK]
-            out = target(chains([piece], [slots[i]]), cache, logits_of=torch.tensor([len(piece) - 1]))
+            out = target(chains([piece], [slots[i]], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
             cache.commit({slots[i]: range(len(piece))})
         choose(i, out.logits[0])
         done[i].prefill = Prefill(i, len(request.prompt), time.perf_counter() - started, 0.0)

@@ -51,6 +51,9 @@ def request(
         raise UserError(f"the prompt holds token id {wrong[0]}, but the model's vocabulary is 0 to {vocab - 1}")
     if wrong := [e for e in eos_ids if not 0 <= e < vocab]:
         raise UserError(f"EOS id {wrong[0]} is outside the vocabulary of {vocab}; correct eos_ids")
+    for word in law.bad_words:
+        if not isinstance(word, str) and (wrong := [t for t in word if not 0 <= t < vocab]):
+            raise UserError(f"acceptance.bad_words holds token id {wrong[0]}, but the vocabulary is 0 to {vocab - 1}")
     rule = StopRule(
         max_new_tokens=max_new_tokens,
         eos_ids=tuple(eos_ids),

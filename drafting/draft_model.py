@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 import torch
@@ -36,7 +37,9 @@ class DraftSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16", "float16", "float64"):
-            raise UserError(f"drafting.model.dtype must be float32, bfloat16, float16 or null, got {self.dtype!r}")
+            raise UserError(
+                f"drafting.model.dtype must be float32, bfloat16, float16, float64 or null, got {self.dtype!r}"
+            )
 
     @property
     def model(self) -> ModelSpec:
@@ -70,9 +73,9 @@ class DraftModel:
             raise UserError(f"drafting.max_draft must be at least 1, got {self.max_draft}")
         if self.proposal not in ("coupled", "sampled"):
             raise UserError(f"drafting.proposal must be coupled or sampled, got {self.proposal!r}")
-        if self.temperature is not None and (self.temperature <= 0 or self.proposal == "coupled"):
+        if self.temperature is not None and not (1e-6 <= self.temperature < inf and self.proposal == "sampled"):
             raise UserError(
-                "drafting.temperature must be above 0 and goes with proposal=sampled, "
+                "drafting.temperature must be at least 1e-6 and finite, and goes with proposal=sampled, "
                 f"got {self.temperature} with {self.proposal}"
             )
         if not 0 <= self.confidence < 1:
@@ -160,26 +163,33 @@ class ModelDrafter:
         cache = self.model.open_cache(len(requests), min(longest, self.model.config.max_positions))
         states = [State(list(r.prompt), r.processors, cache, cache.open()) for r in requests]
         for state in states:
-            if len(state.tokens) > self.model.config.max_positions:
-                continue  # never drafts; see _depth
+            if not self._can_read(state):
+                continue  # never drafts
             for at in range(0, len(state.tokens), PREFILL_CHUNK):
                 piece = state.tokens[at : at + PREFILL_CHUNK]
-                self.model(chains([piece], [state.slot]), cache, logits_of=torch.tensor([len(piece) - 1]))
+                self.model(chains([piece], [state.slot], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
                 cache.commit({state.slot: range(len(piece))})
         return states
 
     def _depth(self, state: State, room: Room) -> int:
         """How many tokens to draft; none past the draft model's own context."""
         wanted = min(self.settings.max_draft, room.chain)
+        if not wanted or not self._can_read(state):
+            return 0
         # drafting n tokens feeds all tokens so far and n - 1 drafted ones
-        free = self.model.config.max_positions - len(state.tokens) + 1
-        if wanted and free < 1:
-            warnings.warn(
-                f"the draft model's context of {self.model.config.max_positions} tokens is full: no drafts past it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return max(0, min(wanted, free))
+        return min(wanted, self.model.config.max_positions - len(state.tokens) + 1)
+
+    def _can_read(self, state: State) -> bool:
+        """Whether the draft model can be fed what is decided: its context and its embedding have an end."""
+        config = self.model.config
+        if len(state.tokens) > config.max_positions:
+            text = f"the draft model's context of {config.max_positions} tokens is full: no drafts past it"
+        elif max(state.tokens[state.cached :], default=0) >= config.vocab:
+            text = f"the text holds a token beyond the draft model's {config.vocab} embeddings: no drafts behind it"
+        else:
+            return True
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return False
 
     def propose(self, states: Sequence[State], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]:
         drafts = [EMPTY] * len(states)
@@ -253,16 +263,17 @@ class ModelDrafter:
                 if start + i >= limit or state.tokens[start + i] != token:
                     break
                 kept.append(number)
-            state.staged.clear()
             keep.setdefault(id(state.cache), (state.cache, {}))[1][state.slot] = kept
         for cache, kept_of in keep.values():
             cache.commit(kept_of)
+        for state in states:
+            state.staged.clear()
         return list(states)
 
     def finish(self, state: State) -> None:
-        if state.staged:  # aborted between propose and observe
+        if state.cache.staged:  # aborted between propose and observe
             state.cache.drop()
-            state.staged.clear()
+        state.staged.clear()
         state.cache.free(state.slot)
 
 

@@ -5,6 +5,7 @@ After github.com/apoorvumang/prompt-lookup-decoding, but the longest match is lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
@@ -42,8 +43,8 @@ class PromptLookup:
         if self.max_ngram and self.max_ngram < self.min_ngram:
             least = f"at least min_ngram ({self.min_ngram})"
             raise UserError(f"drafting.max_ngram must be {least} or null for no bound, got {self.max_ngram}")
-        if self.per_match is not None and self.per_match <= 0:
-            raise UserError(f"drafting.per_match must be above 0, or null for no cap, got {self.per_match}")
+        if self.per_match is not None and not 0 < self.per_match < inf:
+            raise UserError(f"drafting.per_match must be above 0 and finite, or null for no cap, got {self.per_match}")
 
     @property
     def gives(self) -> Gives:

@@ -5,6 +5,7 @@ Departs from its program in that a match may be longer than 5 tokens and may beg
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
@@ -36,8 +37,8 @@ class Reference:
             raise UserError(f"drafting.trigger must be at least 1, got {self.trigger}")
         if self.copy < 1:
             raise UserError(f"drafting.copy must be at least 1, got {self.copy}; drafting=none drafts nothing")
-        if self.per_match is not None and self.per_match <= 0:
-            raise UserError(f"drafting.per_match must be above 0, or null for no cap, got {self.per_match}")
+        if self.per_match is not None and not 0 < self.per_match < inf:
+            raise UserError(f"drafting.per_match must be above 0 and finite, or null for no cap, got {self.per_match}")
 
     @property
     def gives(self) -> Gives:

@@ -1,5 +1,6 @@
 """A run's configuration, typed: what the YAML groups and the command line resolve to."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,5 +40,6 @@ class RunConfig:
             raise UserError(f"timing must be paired or untimed, got {self.timing!r}")
         if self.batch < 1:
             raise UserError(f"batch must be at least 1, got {self.batch}")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads must be at least 1, got {self.threads}")
+        cores = os.cpu_count() or 1
+        if self.threads is not None and not 1 <= self.threads <= cores:
+            raise UserError(f"threads must be between 1 and the {cores} cores of this machine, got {self.threads}")

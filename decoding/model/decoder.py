@@ -158,7 +158,6 @@ class Decoder(nn.Module):
         if positions > self.cos.shape[0]:
             self._grow(-(-positions // 1024) * 1024)
 
-    @torch.inference_mode()
     def forward(
         self,
         rows: Rows,
@@ -168,7 +167,10 @@ class Decoder(nn.Module):
         taps: Collection[Tap] = (),
         layers: Sequence[int] | None = None,
     ) -> Output:
-        """Stage `rows` in the cache and score them. `logits_of`: the rows whose logits are wanted (None: all)."""
+        """Stage `rows` in the cache and score them. `logits_of`: the rows whose logits are wanted (None: all).
+
+        Decoding calls it in inference mode; hidden states that a head is trained on are taken under no_grad.
+        """
         place = cache.stage(rows)
         cos, sin = self.cos[place.positions], self.sin[place.positions]
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)

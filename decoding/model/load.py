@@ -18,4 +18,6 @@ def load_decoder(
 ) -> Decoder:
     """Read the weights of `source` into a decoder. `progress(what, done, total)` counts layers."""
     report = None if progress is None else (lambda done, total: progress(f"loading {source.label}", done, total))
-    return Decoder(ModelConfig.from_hf(source.config), source.tensors(progress), dtype=dtype, device=device, progress=report)
+    return Decoder(
+        ModelConfig.from_hf(source.config), source.tensors(progress), dtype=dtype, device=device, progress=report
+    )

@@ -49,7 +49,7 @@ def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float
         rows = torch.nn.functional.pad(rows, (0, 0, 0, _ROWS - T * group))
     scores = torch.bmm(rows, k.transpose(1, 2).to(wide))
     if blocked is not None:
-        hide = blocked if group == 1 else blocked.repeat_interleave(group, 0)
-        scores[:, : T * group, S - blocked.shape[1] :].masked_fill_(hide, -torch.inf)
+        tail = scores[:, : T * group, S - blocked.shape[1] :].unflatten(1, (T, group))
+        tail.masked_fill_(blocked[:, None], -torch.inf)
     out = torch.bmm(torch.softmax(scores, -1), v.to(wide))[:, : T * group]
     return out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq * D).to(q.dtype)

@@ -152,7 +152,7 @@ def test_long_chains_have_no_mask() -> None:
     cache = dense(uniform(1, 1, 4), capacity=400)
     sequence = cache.open()
     n = LONG_CHAIN + 1
-    (part,) = cache.stage(chains([[0] * n], [sequence])).parts
+    (part,) = cache.stage(chains([[0] * n], [sequence], prompt=True)).parts
     assert part.causal
     assert not part.blocked
     assert part.keys == n
@@ -160,6 +160,13 @@ def test_long_chains_have_no_mask() -> None:
     place = cache.stage(chains([[0] * n], [sequence]))
     assert place.parts[0].keys == 2 * n
     assert place.positions.tolist() == list(range(n, 2 * n))
+
+
+@pytest.mark.parametrize("layer", [{"sink": 4}, {"bits": 4}])
+def test_a_dense_cache_refuses_what_it_would_ignore(layer: dict[str, int]) -> None:
+    layout = Layout((LayerKV(0, 1, **layer),), 4)
+    with pytest.raises(ValueError, match="a dense cache keeps neither"):
+        DenseCache(layout, sequences=1, capacity=8, dtype=torch.float32, device="cpu")
 
 
 def test_bytes_are_those_of_the_formula() -> None:

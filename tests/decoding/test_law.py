@@ -194,12 +194,15 @@ def test_of_equal_logits_the_first_wins_alone_and_among_rows(V: int, dtype: torc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be above 0; use acceptance=greedy for argmax, got 0.0"),
+        (
+            {"temperature": 0.0},
+            "temperature must be at least 1e-6 and finite; use acceptance=greedy for argmax, got 0.0",
+        ),
         ({"top_k": -1}, r"top_k must be at least 0 \(0: off\), got -1"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
         ({"min_p": 1.5}, "min_p must be between 0 and 1, got 1.5"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty must be above 0 \(1: off\), got 0.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be above 0 and finite \(1: off\), got 0.0"),
         ({"presence_penalty": 3.0}, "presence_penalty must be between -2 and 2, got 3.0"),
         ({"frequency_penalty": -3.0}, "frequency_penalty must be between -2 and 2, got -3.0"),
         ({"no_repeat_ngram": -1}, "no_repeat_ngram must be at least 0"),
@@ -227,8 +230,9 @@ def test_bad_words_as_text() -> None:
     assert not torch.isneginf(processors.scores(torch.zeros(61), [b])).any()
     with pytest.raises(UserError, match="bad_words has the text 'ab', but there is no tokenizer; give token ids"):
         Processors.build(Greedy(bad_words=("ab",)).law(), 1, ())
-    with pytest.raises(UserError, match="bad_words has an empty word; leave it out"):
-        Processors.build(Greedy(bad_words=((),)).law(), 1, ())
+    for empty in ((), ""):
+        with pytest.raises(UserError, match="bad_words has an empty word, which would forbid the space; leave it out"):
+            Processors.build(Greedy(bad_words=(empty,)).law(), 1, (), tiny_tokenizer())
 
 
 def test_min_new_tokens_without_an_eos_asks_for_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, SmolLM3Config
 
+from decodelab.attention.cache import LONG_CHAIN
 from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
@@ -226,3 +227,17 @@ def test_drawn_candidates_in_the_loop(replace: bool) -> None:
     batch = loop.generate(decoder, requests, drafter, rule, seed=1)
     alone = [loop.generate(decoder, [r], drafter, rule, seed=1)[0] for r in requests]
     assert [g.tokens for g in batch] == [g.tokens for g in alone]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_longer_than_a_long_chain_decides_as_single_rows_do(dtype: torch.dtype) -> None:
+    """Verification never takes the prompt's path: log-probabilities are equal to the bit, of 90 rows at once."""
+    if not row_invariant():
+        pytest.skip("this processor's products do not keep a row's bits")
+    decoder, rule = tiny_decoder(dtype=dtype), Greedy()
+    want = plainly(decoder, rule, 100)
+    drafter = Rigged(oracle(answers(want), lengths=(90,)), gives=Gives("chain", rows=90, depth=90))
+    got = loop.generate(decoder, [ask(p, rule, 100) for p in PROMPTS], drafter, rule, seed=1, logprobs=True)
+    same(got, want)
+    assert max(s.accepted for g in got for s in g.steps) > LONG_CHAIN
+    assert [g.logprobs for g in got] == [w.logprobs for w in want]

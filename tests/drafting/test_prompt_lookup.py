@@ -189,7 +189,7 @@ def test_a_cycle_in_the_prompt_changes_no_token(bits):
             "drafting.max_ngram must be at least min_ngram (3) or null for no bound, got 2",
         ),
         ({"max_ngram": -1}, "drafting.max_ngram must be at least min_ngram (1) or null for no bound, got -1"),
-        ({"per_match": 0.0}, "drafting.per_match must be above 0, or null for no cap, got 0.0"),
+        ({"per_match": 0.0}, "drafting.per_match must be above 0 and finite, or null for no cap, got 0.0"),
     ],
 )
 def test_settings_out_of_range(wrong, message):

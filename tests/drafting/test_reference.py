@@ -98,7 +98,7 @@ def test_a_document_that_says_what_the_model_will_is_accepted_whole(acceptance):
     [
         ({"trigger": 0}, "drafting.trigger must be at least 1, got 0"),
         ({"copy": 0}, "drafting.copy must be at least 1, got 0; drafting=none drafts nothing"),
-        ({"per_match": -1.0}, "drafting.per_match must be above 0, or null for no cap, got -1.0"),
+        ({"per_match": -1.0}, "drafting.per_match must be above 0 and finite, or null for no cap, got -1.0"),
     ],
 )
 def test_settings_out_of_range(wrong, message):
