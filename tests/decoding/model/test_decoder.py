@@ -65,15 +65,15 @@ def tokens(n: int, seed: int = 0) -> list[int]:
     return torch.randint(3, V, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def forward(decoder: Decoder, ids: list[int], chunks: list[int] | None = None) -> Tensor:
-    """Logits of all rows, fed in chunks of these sizes, in turn."""
+def forward(decoder: Decoder, ids: list[int], chunks: list[int] | None = None, prompt: bool = False) -> Tensor:
+    """Logits of all rows, fed in chunks of these sizes, in turn; `prompt`: as prefill feeds them."""
     cache = decoder.open_cache(1, len(ids))
     sequence = cache.open()
     logits, at = [], 0
     while at < len(ids):
         size = len(ids) if chunks is None else chunks[len(logits) % len(chunks)]
         piece = ids[at : at + size]
-        logits.append(decoder(chains([piece], [sequence]), cache).logits)
+        logits.append(decoder(chains([piece], [sequence], prompt=prompt), cache).logits)
         cache.commit({sequence: range(len(piece))})
         at += len(piece)
     return torch.cat(logits)
@@ -87,8 +87,8 @@ def test_logits_are_transformers_own(name: str) -> None:
         ids = tokens(n)
         with torch.no_grad():
             want = model(torch.tensor([ids])).logits[0]
-        for chunks in (None, [1], [1, 3, 70]):
-            got = forward(decoder, ids, chunks)
+        for chunks, prompt in ((None, True), (None, False), ([1], False), ([1, 3, 70], True)):
+            got = forward(decoder, ids, chunks, prompt)
             assert (got - want).norm() / want.norm() < 1e-5, chunks
             assert torch.equal(got.argmax(-1), want.argmax(-1)), chunks
 
@@ -105,8 +105,10 @@ def test_how_rows_are_grouped_does_not_matter(name: str) -> None:
     _, decoder = twins(CONFIGS[name], torch.float64)
     ids = tokens(150)
     want = forward(decoder, ids)
+    torch.testing.assert_close(forward(decoder, ids, prompt=True), want, rtol=0, atol=1e-11)
     for chunks in ([1], [2, 5], [70, 1, 9], [64], [65]):
         torch.testing.assert_close(forward(decoder, ids, chunks), want, rtol=0, atol=1e-11)
+        torch.testing.assert_close(forward(decoder, ids, chunks, prompt=True), want, rtol=0, atol=1e-11)
 
 
 @pytest.mark.skipif(not row_invariant(), reason="the products of this machine promise nothing to the bit")
@@ -123,7 +125,7 @@ def test_a_chain_of_rows_has_the_bits_of_single_rows(
     decoder = tiny_decoder(0, dtype, **sizes)
     ids = tokens(440)
     single = forward(decoder, ids, [1])
-    for chunks in ([2], [5], [1, 3, 7], [16], [33]):
+    for chunks in ([2], [5], [1, 3, 7], [16], [33], [90]):
         assert torch.equal(forward(decoder, ids, chunks), single), chunks
 
 
