@@ -156,7 +156,7 @@ def _units(
 ) -> Iterator[tuple[list[str], list[Item], list[Request]]]:
     """Batches of prompts: the first turn of `batch` items, then their second ones, after plain decoding's answers.
 
-    A later turn that no longer fits the context is left out with a warning: the user cannot know how long answers get.
+    Turns that no longer fit the context are left out with a warning: nobody knows beforehand how long answers get.
     """
     for at in range(0, len(task.items), batch):
         live = list(zip(task.items, first, strict=True))[at : at + batch]
@@ -173,7 +173,7 @@ def _units(
                     try:
                         live.append((item, _request(lab, item, answers[item.id], settings)))
                     except UserError as error:
-                        out.warnings.append(f"turn {turn + 1} is left out: {error}")
+                        out.warnings.append(f"turns from {turn + 1} on are left out: {error}")
             turn += 1
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..decoding.events import Generation, Step
 
 
-def mean(values: Iterable[float]) -> float | None:
+def mean(values: Iterable[int | float]) -> float | None:
     found = list(values)
     return sum(found) / len(found) if found else None
 

@@ -38,7 +38,7 @@ def seconds(value: float | None) -> str:
     return f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def size(value: float | None) -> str:
+def size(value: int | float | None) -> str:
     if value is None:
         return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
