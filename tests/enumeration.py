@@ -12,6 +12,7 @@ from torch import Tensor
 from decodelab.decoding import law
 from decodelab.decoding.acceptance import sampling
 from decodelab.decoding.noise import Noise
+from decodelab.drafting import draft_model
 
 from . import rigged
 
@@ -60,7 +61,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Hashable]) -> di
         scores[chance.pick((p / p.sum()).tolist())] = 0
         return scores
 
-    for module in (law, sampling, rigged):
+    for module in (law, sampling, draft_model, rigged):
         monkeypatch.setattr(module, "perturbed", branch)
     monkeypatch.setattr(Noise, "accept", lambda self, offset=0, sibling=0: Uniform(chance))
     found: dict[Hashable, float] = defaultdict(float)
