@@ -75,6 +75,20 @@ def test_drawn_candidates_come_before_one_hot_ones() -> None:
 
 
 @RULES
+def test_judging_changes_nothing(rule: Greedy | Sampling) -> None:
+    """vllm-ascend#2881: target probabilities zeroed in place; here all rows even share one tensor of logits."""
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(0))
+    q = torch.softmax(torch.randn(1, V, generator=torch.Generator().manual_seed(1)), -1)
+    before = logits.clone(), q.clone()
+    draft = Draft((3, 4, 5, 6), (-1, -1, 1, 1), q, (0, -1, 0, 0), (True,) * 4, (0,) * 4)
+    law = Law(Processors.build(rule.law(), 1, ()), logits.expand(5, V), [0], draft.tokens, draft.parents)
+    first = rule.judge(draft, law, Noise(0, 0, 0))
+    assert rule.judge(draft, law, Noise(0, 0, 0)) == first
+    assert torch.equal(logits, before[0])
+    assert torch.equal(q, before[1])
+
+
+@RULES
 def test_rules_are_rules(rule: Greedy | Sampling) -> None:
     assert isinstance(rule, Acceptance)
     assert rule.guarantee == ("same tokens" if isinstance(rule, Greedy) else "same law")

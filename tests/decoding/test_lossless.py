@@ -149,11 +149,12 @@ def test_under_any_budget(name: str) -> None:
             assert max(step.verified for g in got for step in g.steps) <= 1 + (12 if budget is None else budget)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ["greedy", "sampling"])
-def test_a_sequence_beside_any_others(name: str) -> None:
+def test_a_sequence_beside_any_others(name: str, dtype: torch.dtype) -> None:
     """vllm#6038, vllm#13608: the same seed with other batch mates, whose drafts are right, wrong or absent."""
-    decoder, rule = tiny_decoder(), RULES[name]
-    want = plainly(decoder, rule, 20)
+    decoder, rule = tiny_decoder(dtype=dtype), RULES[name]
+    want = [reference.generate(decoder, [ask(p, rule)], rule.law(), seed=1, logprobs=True)[0] for p in PROMPTS]
     plan = thicket(answers(want), seed=5)
     for order in ([0], [1, 2], [2, 1, 0], [1, 1]):
         requests = [ask(PROMPTS[i], rule, 20) for i in order]

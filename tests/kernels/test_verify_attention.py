@@ -15,11 +15,11 @@ from decodelab.kernels.verify_attention import (
 )
 
 # Root mean square. float32: sums over D and S of a few units of 6e-8. bfloat16, row-wise: float32 inside, one rounding
-# of at most 2^-8 at the end; torch's own rounds the weights too, so twice that.
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-8}
-TORCH_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7}
+# of at most 2^-8 at the end (float16: 2^-11); torch's own rounds the weights too, so twice that.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+TORCH_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = list(TOLERANCE)
 GROUPS = [
     (1, 1),
     (3, 2),
