@@ -270,6 +270,7 @@ def _sample(s: Sample, lab: Lab) -> dict[str, Any]:
             "ttft_s": g.ttft_s if timed else None,
             "tpot_s": metrics.tpot(g) if timed else None,
             "latency_s": g.latency_s if timed else None,
+            "delivered": g.delivered if timed else None,  # (seconds since the request began, tokens delivered then)
         }
     row["divergence"] = s.divergence.as_dict() if s.divergence else None
     return row

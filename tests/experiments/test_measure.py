@@ -147,7 +147,8 @@ def test_a_later_turn_that_does_not_fit_is_left_out_with_a_warning():
     found = run(lab, talk(("ab", "c" * 30, "d"), ("ef", "gh")), timing="untimed")
     assert [s.id for s in found.samples] == ["a/turn1", "b/turn1", "b/turn2"]
     assert found.warnings == [
-        "turns from 2 on are left out: a: the prompt has 48 tokens, but the context holds 24 and one must be free; shorten it"
+        "turns from 2 on are left out: "
+        "a: the prompt has 48 tokens, but the context holds 24 and one must be free; shorten it"
     ]
 
 
