@@ -100,8 +100,9 @@ def test_every_family_is_covered() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "smollm3, sliding layers"])
-def test_how_rows_are_grouped_does_not_matter(name: str) -> None:
+def test_how_rows_are_grouped_does_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, up to its rounding: prefill, token by token, chunks, and chunks behind a long one."""
+    unchecked(monkeypatch)
     _, decoder = twins(CONFIGS[name], torch.float64)
     ids = tokens(150)
     want = forward(decoder, ids)
