@@ -20,7 +20,7 @@ _MEANING = {
 }
 _STYLE = {"exact": "green", "near-tie": "yellow", "same law": "green", "lossy": "yellow", "broken": "bold red"}
 _PHASES = ("draft", "verify", "accept", "commit", "other")
-_WIDEST = 28  # characters of a name in a table; 80 columns must do
+_WIDEST = 24  # characters of a name in a table; 80 columns must do
 _DIVERGENCES = 5  # shown
 
 
@@ -86,7 +86,7 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
 
 def _table(*columns: str) -> Table:
     """The first column names the row, the others hold numbers."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table
@@ -137,11 +137,11 @@ def _resources(r: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _categories(found: Mapping[str, Mapping[str, Any]], timed: bool) -> Table:
-    table = _table("category", "n", *(("speedup [95 % interval]",) if timed else ()), "tokens/step", "acceptance")
+    table = _table("category", "n", *(("speedup [95 %]",) if timed else ()), "tokens/step", "acceptance")
     for name, row in found.items():
         speedup = (interval(row["speedup"]),) if timed else ()
         rates = number(row["tokens_per_step"]), percent(row["acceptance_rate"])
-        table.add_row(_short(name), str(row["n"]), *speedup, *rates)
+        table.add_row(Text(_short(name)), str(row["n"]), *speedup, *rates)
     return table
 
 

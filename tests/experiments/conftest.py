@@ -13,6 +13,7 @@ from decodelab.experiments import hardware
 from decodelab.experiments.cli import main
 from decodelab.experiments.hardware import Peaks
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_model
+from decodelab.tests.enumeration import unchecked
 
 ROWS: tuple[Mapping[str, Any], ...] = (
     {"id": "copy", "category": "copy", "prompt": "12 ab 12 ab 12 ab 12"},
@@ -75,7 +76,9 @@ def strict(text: str) -> Any:
 
 
 @pytest.fixture
-def bench(private: Path, checkpoint: Path) -> Bench:
+def bench(private: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Types are checked in the tests of the parts; here they would take half of the time."""
+    unchecked(monkeypatch)
     return Bench(private, checkpoint, private / "out")
 
 
