@@ -156,10 +156,10 @@ def _transformers(r: Mapping[str, Any]) -> Table:
 
 
 def _profile(profile: Mapping[str, Any]) -> Table:
-    table = _table("rows in one forward, k", *(str(k) for k in profile["seconds"]))
+    table = _table(f"k rows in one forward, {profile['context']} tokens of context", "T(k)", "T(k) ÷ T(1)")
     first = next(iter(profile["seconds"].values()))
-    table.add_row(f"T(k) at {profile['context']} tokens", *(seconds(s) for s in profile["seconds"].values()))
-    table.add_row("T(k) ÷ T(1)", *(f"{s / first:.2f}" for s in profile["seconds"].values()))
+    for k, spent in profile["seconds"].items():
+        table.add_row(str(k), seconds(spent), f"{spent / first:.2f}")
     return table
 
 
