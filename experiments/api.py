@@ -154,10 +154,10 @@ def generate(  # type: ignore[misc]  # the three lines above abbreviate the keyw
     A sampled output is a function of the prompt and `seed`, in any batch: another `seed` draws another.
 
     >>> decodelab.generate(lm, "1, 2, 3, 1, 2, 3,", max_new_tokens=6).text
-    ' 1, 2,'
+    ' 4, 5,'
     >>> for piece in decodelab.generate(lm, "1, 2, 3, 1, 2, 3,", stream=True, max_new_tokens=6):
     ...     print(piece, end="")
-     1, 2,
+     4, 5,
     """
     lab = _lab(lm, part("drafting", drafting, DrafterSettings), part("acceptance", acceptance, Acceptance))
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

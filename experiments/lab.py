@@ -14,7 +14,7 @@ from ..decoding.draft import Drafter, DrafterSettings, Resources
 from ..decoding.events import Generation
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
-from ..decoding.model.source import ModelSpec, Source, open_source
+from ..decoding.model.source import Source, open_source
 from ..decoding.request import Request, request
 from ..drafting.none import Nothing
 from .composition import draft_models
@@ -82,7 +82,7 @@ class Lab:
 
 
 def load_lab(
-    model: ModelSpec,
+    source: Source,
     drafting: DrafterSettings,
     acceptance: Acceptance,
     *,
@@ -90,11 +90,9 @@ def load_lab(
     device: torch.device,
     progress: Progress | None = None,
 ) -> Lab:
-    """Load the target, then what the drafter needs. Checks that read no weights come before."""
-    source = open_source(model, progress)
-    notes = drafting.check(source)
+    """Load the target, then what the drafter needs."""
     target = load_decoder(source, dtype=dtype, device=device, progress=progress)
-    return build_lab(source, target, drafting, acceptance, notes, progress)
+    return build_lab(source, target, drafting, acceptance, progress=progress)
 
 
 def build_lab(
@@ -129,5 +127,8 @@ class Heard:
 
     def __exit__(self, *error: object) -> None:
         self._catch.__exit__(*error)  # type: ignore[arg-type]
-        texts = [str(w.message) for w in self._caught or () if issubclass(w.category, RuntimeWarning)]
-        self.texts += list(dict.fromkeys(texts))
+        for w in self._caught or ():
+            if not issubclass(w.category, RuntimeWarning):  # not ours to keep
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+            elif str(w.message) not in self.texts:
+                self.texts.append(str(w.message))

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from ..decoding import cost
 from ..decoding.errors import UserError
-from ..decoding.model.source import open_source
-from ..drafting.draft_model import DraftModel
+from ..decoding.model.source import Source, open_source
 from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
-from .composition import resolve, resolve_device, resolve_dtype, unused_gpu
+from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
 from .lab import Heard, Lab, draft_digest, load_lab
 from .measure import Measurement, measure
@@ -41,19 +40,30 @@ def _run(config: RunConfig) -> int:
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
+    if config.compare_hf and (reason := why_not(config.acceptance.law())) is not None:
+        raise UserError(reason)
     with Watch() as watch, Heard() as heard:
-        notes = resolve(config, task=task).notes()
+        source = open_source(config.model, watch.step)
+        notes = resolve(config, source, task).notes()
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
-        lab = load_lab(
-            config.model, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step
-        )
-        notes += lab.notes
-        digests = {"weights": lab.source.digest, "draft": draft_digest(config.drafting), "task": task.digest}
-        folder = _folder(config, run_key(config.resolved, digests), lab, started)
+        digests = {"weights": source.digest, "draft": draft_digest(config.drafting), "task": task.digest}
+        # what `auto` and null came to is part of what was run
+        settled = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(device),
+            "threads": torch.get_num_threads(),
+        }
+        resolved = config.resolved | settled
+        folder = _folder(config, run_key(resolved, digests), source, started)
         try:
-            hf = _peer(config, lab, dtype, device) if config.compare_hf else None
+            lab = load_lab(source, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step)
+            hf = _peer(config, source, dtype, device) if config.compare_hf else None
             peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if config.timing == "paired" else None
+            if peaks is not None and not peaks.quiet:
+                notes.append(
+                    "the cores were shared while the peak bandwidth was measured, so MBU and MFU read too high"
+                )
             measured = measure(
                 lab,
                 task,
@@ -70,7 +80,7 @@ def _run(config: RunConfig) -> int:
             raise
         profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
     result = build_result(
-        config.resolved,
+        resolved,
         lab,
         measured,
         digests=digests,
@@ -90,11 +100,11 @@ def _run(config: RunConfig) -> int:
         profile=profiled,
         compare_hf=_summary(hf, measured) if hf else None,
     )
-    write_run(folder, result, measured.samples, lab)
     rule = type(config.acceptance).__name__.lower()
     title = f"{lab.source.label}: {' + '.join(lab.drafter.sources)}, {rule}, {task.label}"
     console = Console(highlight=False, markup=False)
-    table.show(result, measured.samples, title, console)
+    table.show(result, measured.samples, title, console)  # first: a full disk does not take it away
+    write_run(folder, result, measured.samples, lab)
     console.print(f"\nwritten to {folder}", soft_wrap=True)
     if measured.interrupted:
         print(f"decodelab: interrupted after {len(measured.samples)} prompts; they are in {folder}", file=sys.stderr)
@@ -130,12 +140,10 @@ def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str
     }
 
 
-def _peer(config: RunConfig, lab: Lab, dtype: torch.dtype, device: torch.device) -> HfPeer:
-    if (reason := why_not(config.acceptance.law())) is not None:
-        raise UserError(reason)
-    if not isinstance(config.drafting, DraftModel):
-        return HfPeer.build(lab.source, dtype, device)
-    return HfPeer.build(lab.source, dtype, device, open_source(config.drafting.model.model), config.drafting.max_draft)
+def _peer(config: RunConfig, source: Source, dtype: torch.dtype, device: torch.device) -> HfPeer:
+    """transformers' model, assisted by the drafter's first model if it has one, with drafts as long as ours."""
+    draft = next((open_source(spec) for spec in draft_models(config.drafting)), None)
+    return HfPeer.build(source, dtype, device, draft, max(1, config.drafting.gives.depth))
 
 
 def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
@@ -144,14 +152,15 @@ def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
     return summarise(hf, runs, [s.plain for s in samples])
 
 
-def _folder(config: RunConfig, key: str, lab: Lab, started: datetime) -> Path:
+def _folder(config: RunConfig, key: str, source: Source, started: datetime) -> Path:
     """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work."""
     if config.output is not None:
         folder = Path(config.output).expanduser()
         if (folder / "result.json").exists():
             raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
     else:
-        slug = "-".join([*lab.drafter.sources, lab.source.label]).replace("/", "_")
+        drafter = type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
+        slug = f"{drafter}-{source.label}".replace("/", "_")
         folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{slug}-{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
