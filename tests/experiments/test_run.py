@@ -77,7 +77,7 @@ def test_profile_and_transformers_beside_it(bench: Any, capsys: Any, monkeypatch
     assert found["predicted_speedup"] == found["profile"]["predicted_speedup"] > 0
     assert list(found["profile"]["seconds"]) == ["1", "2", "4", "8", "16", "32"]
     assert found["profile"]["alpha"] == 1.0
-    assert f"T(k) at {found['profile']['context']} tokens" in out
+    assert f"k rows in one forward, {found['profile']['context']} tokens" in out
     assert "predicted speedup" in out
     assert "of a plain step" in out
     assert list(found["compare_hf"]) == ["plain", "prompt_lookup", "assisted"]
