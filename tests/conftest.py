@@ -1,12 +1,16 @@
 """Fixtures. Everything runs offline on a small CPU: tiny models are built, never downloaded."""
 
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait must not spin, as in the command
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before anything reads them
 
+import jaxtyping
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ torch.set_num_threads(1)  # tiny tensors; more threads only fight over the cores
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("DECODELAB_SHARED", ROOT.parent / "shared"))
 NO_DATA = "the shared data is not at"
+CACHE = Path(os.environ.get("DECODELAB_CACHE") or "~/.cache/decodelab").expanduser()  # the user's: tests read it alone
 
 
 @pytest.fixture
@@ -23,6 +28,43 @@ def shared() -> Path:
     if not (SHARED / "data").is_dir():
         pytest.skip(f"{NO_DATA} {SHARED}; DECODELAB_SHARED names its folder")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def real_models() -> Iterator[Path]:
+    """A cache in which the models of the user's cache are found, and whatever is written is thrown away.
+
+    The default model is fetched into the user's cache if it is not there yet, as any command would; skips where it
+    cannot be had.
+    """
+    from decodelab.decoding.errors import UserError
+    from decodelab.decoding.model.source import ModelSpec, open_source
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DECODELAB_CACHE", str(CACHE))
+        try:
+            open_source(ModelSpec("smollm2-135m"))
+        except UserError as error:
+            pytest.skip(f"the default model is not here: {error}")
+    with tempfile.TemporaryDirectory(prefix="decodelab-tests-") as folder:
+        for kind in ("models", "gguf"):
+            (Path(folder) / kind).mkdir()
+            for found in (CACHE / kind).glob("[!.]*"):
+                if kind == "models" or (found / "model.safetensors").is_file():  # else it would be written into
+                    (Path(folder) / kind / found.name).symlink_to(found.resolve())
+        if (CACHE / "digests").is_dir():
+            shutil.copytree(CACHE / "digests", Path(folder) / "digests")
+        yield Path(folder)
+
+
+@pytest.fixture
+def real_cache(real_models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The same as `DECODELAB_CACHE`, with two threads of torch and without checks of types, which would take longer."""
+    monkeypatch.setenv("DECODELAB_CACHE", str(real_models))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    torch.set_num_threads(2)
+    yield real_models
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
