@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -46,6 +47,9 @@ class TaskSettings:
     template: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("path", "dataset", "subset", "split"):
+            if (text := getattr(self, name)) is not None and (not str(text).strip() or "\0" in str(text)):
+                raise UserError(f"task.{name}={text!r} names nothing: write task.{name}=null for none")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"task.limit={self.limit}: at least 1, or null for every prompt")
         if self.max_new_tokens < 1:
@@ -117,7 +121,7 @@ def _chat(item: Item, messages: list[dict[str, str]], tokenizer: Tokenizer, sett
             return_dict=False,
             tokenizer_kwargs={"verbose": False},
         )
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:  # it is a program of its own
         raise UserError(f"{item.id}: the chat template refuses it ({_line(error)}); task.template=FILE") from error
     return ids
 
@@ -130,7 +134,7 @@ def _template(settings: TaskSettings) -> str | None:
 
 def _file(settings: TaskSettings) -> tuple[str, Iterator[Row]]:
     if settings.path is not None:
-        path = Path(settings.path).expanduser()
+        path = Path(os.path.expanduser(settings.path))
         return path.stem, _lines(path)
     if settings.name is None:
         raise UserError("no task is named: task.path=FILE.jsonl, task.dataset=NAME or task=demo")
@@ -151,9 +155,23 @@ def _lines(path: Path) -> Iterator[Row]:
             raise UserError(
                 f"{where} is not JSON ({error.msg}, column {error.colno}); write an object a line"
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+            raise UserError(
+                f"{where} is more than is read ({_line(error)}); write an object of texts a line"
+            ) from error
         if not isinstance(fields, dict):
             raise UserError(f"{where} is a JSON {type(fields).__name__}, not an object; write an object a line")
+        if "\\u" in text and not _is_text(fields):
+            raise UserError(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff); write the whole character")
         yield Row(fields, where)
+
+
+def _is_text(fields: dict[str, Any]) -> bool:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -165,7 +183,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 def _read(path: Path, key: str) -> bytes:
     try:
-        return path.expanduser().read_bytes()
+        return Path(os.path.expanduser(path)).read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"{key}={str(path)!r} does not exist{_nearest(path)}") from error
     except OSError as error:

@@ -414,3 +414,51 @@ def test_a_path_alone_is_enough(tmp_path):
     settings = OmegaConf.to_object(config)
     assert isinstance(settings, TaskSettings)
     assert load_task(settings).label == "mine"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ messages[0].content.index('zzz') }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_as_a_program_is_one_line(template: str) -> None:
+    item = read_item(Row({"question": "abc"}, "t:1"), "t/0", "t")
+    with pytest.raises(UserError, match="t/0: the chat template refuses it"):
+        encode(item, (), bytes_tokenizer(), TaskSettings(template=template))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a\\ud800b"}', "holds half of a surrogate pair"),
+        ('{"prompt": "a", "id": "\\udfff"}', "holds half of a surrogate pair"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "is more than is read"),
+        ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "is more than is read"),
+    ],
+)
+def test_json_that_is_no_text_is_one_line(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=rf"t.jsonl:1 {message}"):
+        load_task(TaskSettings(path=str(tmp_path / "t.jsonl")))
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}\n')
+    (item,) = load_task(TaskSettings(path=str(tmp_path / "t.jsonl"))).items
+    assert item.opening[0].content == "\U0001f600"
+
+
+@pytest.mark.parametrize("key", ["path", "dataset", "subset", "split"])
+@pytest.mark.parametrize("text", ["", " ", "a\0b"])
+def test_a_text_that_names_nothing_is_refused(key: str, text: str) -> None:
+    with pytest.raises(UserError, match=f"task.{key}=.* names nothing"):
+        TaskSettings(**{key: text})
+
+
+def test_a_home_that_nobody_has_is_a_path_like_any_other() -> None:
+    with pytest.raises(UserError, match=r"~nobody-has-this-name/t.jsonl' does not exist"):
+        load_task(TaskSettings(path="~nobody-has-this-name/t.jsonl"))
