@@ -1,6 +1,7 @@
 """What a model of the Llama family is made of, read from transformers' configs."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from jaxtyping import Float
@@ -58,8 +59,21 @@ class ModelConfig:
         if heads % kv_heads:
             raise UserError(f"{kind}: {heads} attention heads are not a multiple of {kv_heads} KV heads")
         layers = config.num_hidden_layers
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": layers,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "rms_norm_eps": config.rms_norm_eps,
+        }
+        for name, size in sizes.items():
+            if not 0 < size < inf:
+                raise UserError(f"{kind}: {name} is {size}, but must be above 0: the config is not this model's")
         no_rope = getattr(config, "no_rope_layers", None)  # 1 means that the layer does rotate
         inv_freq, scale = _rope(config, head_dim)
+        if not bool(torch.isfinite(inv_freq).all()):
+            raise UserError(f"{kind}: rope_parameters {config.rope_parameters} give no finite frequency: correct them")
         return ModelConfig(
             architecture=kind,
             vocab=config.vocab_size,
@@ -84,10 +98,13 @@ class ModelConfig:
 def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
     """Mistral windows every layer; the others the layers that their config calls sliding, if they slide at all."""
     window = getattr(config, "sliding_window", None)
+    slides = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    if window is None or not slides:
+        return [None] * layers
+    if window < 1:
+        raise UserError(f"{config.model_type}: sliding_window is {window}, but must be at least 1, or null for none")
     if config.model_type == "mistral":
         return [window] * layers
-    if window is None or not getattr(config, "use_sliding_window", False):
-        return [None] * layers
     return [window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
@@ -102,4 +119,7 @@ def _rope(config: PretrainedConfig, head_dim: int) -> tuple[Float[torch.Tensor, 
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / parameters["rope_theta"] ** exponent, 1.0
+    theta = parameters["rope_theta"]
+    if not isinstance(theta, int | float):
+        raise UserError(f"rope_theta is {theta!r}, but a number is needed: correct config.json")
+    return 1.0 / theta**exponent, 1.0

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
         files = weight_files(folder)
         table = read_table(folder, files)
         check_shapes(model, {name: stored.shape for name, stored in table.items()}, str(folder))
+        if more := [name for name in table if name.startswith(f"model.layers.{model.layers}.")]:
+            raise UserError(f"{folder} holds {more[0]}, but its config has {model.layers} layers: of two models?")
     adapter = None
     if spec.adapter is not None:
         adapter = read_adapter(_find(spec.adapter, None, fetch, ADAPTER_FILES), shapes_of(model), model.tied)
@@ -131,7 +134,9 @@ def _locate(spec: ModelSpec, progress: Progress | None, fetch: bool) -> tuple[st
 
 def _find(given: str, revision: str | None, fetch: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Path:
     """A local path as it is, a hub id's folder after its download."""
-    path = Path(given).expanduser()
+    if not given.strip():
+        raise UserError(f"{given!r} names no model: give a folder, a GGUF file or a hub id like OWNER/NAME, or null")
+    path = Path(os.path.expanduser(given))
     if path.exists():
         if revision is not None:
             raise UserError(f"model.revision={revision!r} is for hub ids, but {given} is a local path: leave it out")
@@ -148,7 +153,7 @@ def _find(given: str, revision: str | None, fetch: bool, patterns: tuple[str, ..
 
 
 def _label(given: str, path: Path) -> str:
-    if not Path(given).expanduser().exists():
+    if not Path(os.path.expanduser(given)).exists():
         return given
     return path.resolve().name if path.is_dir() else path.stem
 
@@ -178,8 +183,8 @@ def _read_config(folder: Path) -> "transformers.PretrainedConfig":
         raise UserError(f"{folder} holds weights quantised by {method}, which are not read: give the unquantised model")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"{file} is no config of {kind} ({first_line(error)}): download it again") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise UserError(f"{file} is no config of {kind} ({' '.join(str(error).split())}): download it again") from error
 
 
 def _read_tokenizer(folder: Path, ours: bool) -> "transformers.PreTrainedTokenizerBase":
@@ -206,7 +211,12 @@ def _eos_ids(
     generation = read_json(file) if file.is_file() else {}
     for found in (generation.get("eos_token_id"), config.eos_token_id, tokenizer.eos_token_id):
         if found is not None:
-            return tuple(dict.fromkeys(found if isinstance(found, list) else [found]))
+            ids = found if isinstance(found, list) else [found]
+            if wrong := [e for e in ids if type(e) is not int]:
+                raise UserError(
+                    f"{folder} names {wrong[0]!r} as an end of text, but ids are integers: correct {file.name}"
+                )
+            return tuple(dict.fromkeys(ids))
     return ()
 
 

@@ -25,7 +25,13 @@ _SETTLED = 2_000_000_000  # ns: a file changed more recently may change again un
 
 def cache_dir() -> Path:
     """`DECODELAB_CACHE`, by default ~/.cache/decodelab. Read at every call; made by the first write."""
-    return Path(os.environ.get("DECODELAB_CACHE") or "~/.cache/decodelab").expanduser()
+    given = os.environ.get("DECODELAB_CACHE") or "~/.cache/decodelab"
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:  # a user id without a name, as in containers
+        raise UserError(
+            f"{given} is in no home directory known here: set DECODELAB_CACHE to a folder of yours"
+        ) from None
 
 
 @contextmanager

@@ -197,6 +197,48 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
     refused(r"lacks model.layers.0.self_attn.q_proj.bias and 7 more", folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, but must be above 0"),
+        ({"num_hidden_layers": 1}, r"holds model.layers.1.\S+, but its config has 1 layers: of two models"),
+        ({"num_attention_heads": 0}, "is no config of llama"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0, but must be above 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"dtype": "foo"}, "is no config of llama .*foo"),
+        ({"hidden_size": "x"}, "is no config of llama .*expected int, got str"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "give no finite frequency"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "give no finite frequency"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x', but a number"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, but must be at least 1"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(changes: dict[str, Any], message: str, folder: Path) -> None:
+    edit_json(folder / "config.json", **changes)
+    refused(message, folder)
+
+
+@pytest.mark.parametrize("eos", ["x", 1.5, {}, [2, None]])
+def test_an_end_of_text_that_is_no_id_is_refused(eos: Any, folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=eos)
+    refused("as an end of text, but ids are integers: correct generation_config.json", folder)
+
+
+@pytest.mark.parametrize("given", ["", "  "])
+def test_a_path_that_names_nothing_is_refused(given: str) -> None:
+    refused("names no model", given)
+
+
+def test_a_home_that_nobody_has_is_a_path_like_any_other() -> None:
+    refused("there is no ~nobody-has-this-name/model", "~nobody-has-this-name/model")
+
+
+def test_without_a_home_the_cache_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODELAB_CACHE", "~nobody-has-this-name/cache")
+    with pytest.raises(UserError, match="no home directory known here: set DECODELAB_CACHE"):
+        storage.cache_dir()
+
+
 def test_a_folder_without_its_tokenizer_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"model": ')
     refused(r"tiny: the tokenizer is unreadable \(.*\): download it again", folder)
