@@ -48,7 +48,7 @@ class Copying:
         if self.match.length < least:
             return EMPTY
         if per_match is not None:
-            count = min(count, int(per_match * self.match.length))
+            count = int(min(count, per_match * self.match.length))
         return chain(self._ahead(count))
 
     def _follow(self, token: int) -> None:

@@ -84,6 +84,7 @@ def test_per_match_makes_drafts_longer_with_the_match():
     assert len(_next([*text, 1, 2, 3, 4], PromptLookup(max_draft=7, per_match=2.0))) == 7
     assert len(_next([*text, 1], PromptLookup(max_draft=7, per_match=1.5))) == 1
     assert len(_next([*text, 1], PromptLookup(max_draft=7, per_match=None))) == 7
+    assert len(_next([*text, 1, 2], PromptLookup(max_draft=7, per_match=1e308))) == 7  # twice that is infinite
 
 
 @pytest.mark.parametrize(
