@@ -1,6 +1,7 @@
 """The command `decodelab`: from its words to a configuration, to a job, to an exit code; errors are one line."""
 
 import errno
+import io
 import os
 import sys
 import textwrap
@@ -45,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read when torch loads its OpenMP: threads that wait for each other sleep instead of spinning. On a core that
     # something else wants, too, a spinning thread holds up the one it waits for: 5 to 10 times slower (measured).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal lacks ends no run: it is shown as ?
+            stream.reconfigure(errors="replace")
     try:
         code = _in_one_line(lambda: _dispatch(words))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started it
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
         return _fail(1, "whoever read the output has closed it")

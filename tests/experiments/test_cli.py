@@ -230,3 +230,23 @@ def test_a_reader_that_goes_away_is_one_line():
     process.stdin.close()
     assert process.stderr.read() == "decodelab: error: whoever read the output has closed it\n"
     assert process.wait() == 1
+
+
+def test_a_terminal_without_the_characters_ends_no_run() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from decodelab.experiments.cli import main; raise SystemExit(main(['--help']))"],
+        capture_output=True,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"JOB [KEY=VALUE ?]" in done.stdout
+
+
+def test_a_closed_output_ends_no_run() -> None:
+    line = "from decodelab.experiments.cli import main; raise SystemExit(main(['--version']))"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, line], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
