@@ -1,7 +1,7 @@
 """From the words of a command line to a RunConfig: Hydra composes the YAML, a strict constructor builds from it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,7 @@ def groups(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     for folder in (CONFIGS, *config_dirs):
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder} is no folder; it holds YAML such as drafting/mine.yaml")
-        for file in sorted(folder.glob("*/*.yaml")):
+        for file in sorted(file for file in folder.glob("*/*.yaml") if file.is_file()):
             options = found.setdefault(file.parent.name, {})
             if file.stem in options:
                 raise UserError(f"{file} has the name of another option, {options[file.stem]}; rename it")
@@ -116,7 +116,7 @@ def _checked(override: "Override", options: Mapping[str, Mapping[str, Path]]) ->
             raise UserError(f"there is no group {key}; groups are {', '.join(options)}; a key has dots: {near}")
         return f"++{word.lstrip('+')}"
     named = override.value()
-    if isinstance(named, dict):
+    if isinstance(named, dict) or (isinstance(named, list) and key != "experiment"):
         raise UserError(
             f"{word}: {key} takes the name of an option, {', '.join(options[key])}; keys are {key}.KEY=VALUE"
         )
@@ -182,8 +182,9 @@ def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
     group, _, name = key.partition(".")
     have = []
     for option, file in options.get(group, {}).items():
-        if name in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
-            have.append(f"{group}={option}")
+        with suppress(yaml.YAMLError, UnicodeDecodeError):  # a broken one that was not chosen is no matter here
+            if name in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
+                have.append(f"{group}={option}")
     return f"; it is a key of {' and '.join(have)}" if have else ""
 
 
@@ -217,6 +218,8 @@ def _one_line() -> Iterator[None]:
         raise UserError(f"{at}{str(error).splitlines()[0]}") from error
     except (HydraException, yaml.YAMLError) as error:
         raise UserError(_line(error)) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"a YAML file is not UTF-8, or contains itself: {_line(error)[:200]}") from None
 
 
 def _line(error: Exception) -> str:

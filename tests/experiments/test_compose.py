@@ -216,7 +216,7 @@ def test_interpolations_are_resolved():
         (["task.limit=0"], "task.limit=0: at least 1, or null for every prompt"),
         (
             ["acceptance=sampling", "acceptance.temperature=0"],
-            "acceptance.temperature must be above 0; use acceptance=greedy for argmax, got 0.0",
+            "acceptance.temperature must be at least 1e-6 and finite; use acceptance=greedy for argmax, got 0.0",
         ),
     ],
 )  # fmt: skip
@@ -393,3 +393,26 @@ def test_a_sweep_is_the_product_of_what_is_listed():
 def test_a_sweep_over_nothing_is_one_line(word, line):
     with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
         expand([word])
+
+
+@pytest.mark.parametrize("word", ["drafting=[none,reference]", "model=[]", "acceptance=[greedy]"])
+def test_a_group_takes_one_option(word: str) -> None:
+    with pytest.raises(UserError, match="takes the name of an option"):
+        compose([word])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a: \xff", "is not UTF-8"), (b"a: &a [*a]", "contains itself"), (b"a: [1", "while parsing a flow sequence")],
+)
+def test_yaml_that_cannot_be_read_is_one_line_and_harms_only_itself(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "drafting").mkdir()
+    (tmp_path / "drafting" / "mine.yaml").write_bytes(content)
+    (tmp_path / "drafting" / "folder.yaml").mkdir()
+    with pytest.raises(UserError, match=message):
+        compose(["drafting=mine"], [tmp_path])
+    with pytest.raises(UserError, match=r"drafting.copy is unknown: .* it is a key of drafting=reference"):
+        compose(["drafting.copy=3"], [tmp_path])
+    assert "folder" not in groups([tmp_path])["drafting"]
