@@ -28,7 +28,7 @@ class PromptLookup:
     max_draft: int = 15
     min_ngram: int = 1
     max_ngram: int | None = None
-    per_match: float | None = 4.0
+    per_match: float | None = 2.0
 
     sources: ClassVar[tuple[str, ...]] = ("prompt_lookup",)
     needs: ClassVar[Needs] = Needs()

@@ -27,7 +27,7 @@ class Reference:
     trigger: int = 1
     copy: int = 15
     in_prompt: bool = False
-    per_match: float | None = 4.0
+    per_match: float | None = 2.0
 
     sources: ClassVar[tuple[str, ...]] = ("reference",)
     needs: ClassVar[Needs] = Needs(documents=True)
