@@ -201,7 +201,17 @@ class Law:
         """What plain decoding emits after `row`: the argmax, or the keyed draw `offset` tokens ahead of `noise`."""
         if self.settings.plain and self._argmax is not None:
             return self._argmax[row]
-        return int(keyed_scores(self.settings, self.scores(row), noise.target(offset)).argmax())
+        return best(keyed_scores(self.settings, self.scores(row), noise.target(offset)))
+
+
+def best(scores: Float[Tensor, " V"]) -> int:
+    """The token of the highest score. Refuses a law that forbids every token."""
+    token = int(scores.argmax())
+    if float(scores[token]) == -inf:
+        raise UserError(
+            "acceptance forbids every token of the vocabulary here (bad_words, no_repeat_ngram); forbid fewer"
+        )
+    return token
 
 
 def keyed_scores(settings: LawSettings, scores: Any, key: int) -> Float[Tensor, " V"]:

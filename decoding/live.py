@@ -50,9 +50,15 @@ class Live:
         left = self.request.stop.limit - len(self.out.tokens) - 1
         return Room(max(0, min(depth, left)), max(0, min(nodes, cache.room(self.slot) - 1)) if left > 0 else 0)
 
-    def check(self, draft: Draft, room: Room, vocab: int, sources: Sequence[str]) -> None:
+    def check(self, draft: Any, room: Room, vocab: int, sources: Sequence[str]) -> None:
         """A drafter of the user's may err; the loop says so instead of writing past the cache."""
         drafter = sources[0]
+        if not isinstance(draft, Draft):
+            raise UserError(f"{drafter} proposed a {type(draft).__name__}; propose returns a Draft for each state")
+        if draft.q is not None and getattr(draft.q, "ndim", 0) != 2:
+            raise UserError(f"{drafter} gives a q that is no tensor [rows, {vocab}]; see Draft")
+        if wrong := [t for t in draft.tokens if not isinstance(t, int)]:
+            raise UserError(f"{drafter} drafted {wrong[0]!r}, which is no token id; ids are plain integers")
         if len(draft) > room.rows or draft.depth > room.depth:
             raise UserError(
                 f"{drafter} drafted {len(draft)} rows of depth {draft.depth}, but there is room for {room.rows} of "
@@ -111,6 +117,15 @@ def _rivals(draft: Draft, kept: int, sources: Sequence[str]) -> tuple[str, ...]:
     )
     names = dict.fromkeys(sources[draft.source[i]] for i in same)
     return tuple(name for name in names if name != sources[draft.source[kept]])
+
+
+def each_of(drafter: Any, method: str, found: Any, live: Sequence[Live]) -> list[Any]:
+    """What a drafter's method returned, if it is one thing for each sequence."""
+    if isinstance(found, list | tuple) and len(found) == len(live):
+        return list(found)
+    got = f"{len(found)} things" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+    name = next(iter(drafter.sources), type(drafter).__name__)
+    raise UserError(f"{name}: {method} returned {got} for {len(live)} sequences; it returns a list with one for each")
 
 
 def assemble(live: Sequence[Live], drafts: Sequence[Draft]) -> tuple[Rows, list[int]]:

@@ -12,7 +12,7 @@ from .acceptance import Acceptance
 from .draft import EMPTY, Drafter, Opened
 from .events import Clock, Generation, Prefill, Step, finish
 from .law import Law
-from .live import Live, assemble, seen, seen_prompt
+from .live import Live, assemble, each_of, seen, seen_prompt
 from .model.decoder import Decoder
 from .noise import Noise
 from .reference import PREFILL_CHUNK
@@ -48,7 +48,7 @@ def decode(
             Opened(r.prompt, r.documents, r.stop.limit, r.processors, s.slot, cache)
             for r, s in zip(requests, live, strict=True)
         ]
-        for s, state in zip(live, drafter.start(opened), strict=True):
+        for s, state in zip(live, each_of(drafter, "start", drafter.start(opened), live), strict=True):
             s.state, s.started = state, True
         starting.append(clock.mark())
         for s in live:
@@ -62,7 +62,7 @@ def decode(
             noise = [Noise(seed, s.request.key, len(s.out.tokens)) for s in live]
             marks.append(clock.mark())
             if any(r.rows for r in room):
-                drafts = drafter.propose([s.state for s in live], room, noise)
+                drafts = each_of(drafter, "propose", drafter.propose([s.state for s in live], room, noise), live)
             else:
                 drafts = [EMPTY] * len(live)
             marks.append(clock.mark())
@@ -89,7 +89,8 @@ def decode(
 
             each = list(zip(live, kept, drafts, at, strict=True))
             news = [seen(s, k, draft, verified, argmax, a, needs) for s, k, draft, a in each]
-            for s, state in zip(live, drafter.observe([s.state for s in live], news), strict=True):
+            states = each_of(drafter, "observe", drafter.observe([s.state for s in live], news), live)
+            for s, state in zip(live, states, strict=True):
                 s.state = state
             marks.append(clock.mark())
             steps = [s.step(len(laps), len(live), d, k, drafter.sources, cache) for s, k, d, _ in each]
@@ -133,7 +134,8 @@ def _prefill(
     s.take(EMPTY, acceptance.judge(EMPTY, law, Noise(seed, s.request.key, 0)), out.logits)
     marks.append(clock.mark())
     for at, size, out in pieces:
-        (s.state,) = drafter.observe([s.state], [seen_prompt(s, at, size, out, needs)])
+        told = drafter.observe([s.state], [seen_prompt(s, at, size, out, needs)])
+        (s.state,) = each_of(drafter, "observe", told, [s])
     marks.append(clock.mark())
     return marks
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.rows import chains
 from .events import Generation, Prefill, finish
-from .law import LawSettings, keyed_scores
+from .law import LawSettings, best, keyed_scores
 from .model.decoder import Decoder
 from .noise import Noise
 from .request import Request
@@ -48,7 +48,7 @@ def decode(
             keyed = keyed_scores(law, scores, Noise(seed, request.key, position).target())
             if watch is not None:
                 watch(i, position, keyed, logits)
-            token = int(keyed.argmax())
+            token = best(keyed)
         if out.logprobs is not None:
             out.logprobs.append(float(torch.log_softmax(logits.float(), -1)[token]))
         _, out.reason = request.stop.cut(out.tokens, [token])

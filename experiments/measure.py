@@ -124,6 +124,8 @@ def measure(
             else:
                 baseline = expected = plain.get(lab, requests, seed)
                 strategy = finish(lab.strategy(requests, seed))
+                for g in (*baseline, *strategy):
+                    g.delivered.clear()  # nothing was timed against anything
             samples = [
                 Sample(name, item.category, unit, r, b, s, e.tokens)
                 for name, item, r, b, s, e in zip(names, items, requests, baseline, strategy, expected, strict=True)
@@ -236,9 +238,10 @@ class Plain:
         with suppress(OSError, UnicodeDecodeError):  # no file yet, or not one of ours
             lines = path.read_text(encoding="utf-8").splitlines()
         for line in lines:
-            with suppress(json.JSONDecodeError):  # a line cut short by a kill or a full disk is decoded again
+            # a line cut short by a kill or a full disk, or not one of ours: its prompt is decoded again
+            with suppress(json.JSONDecodeError, TypeError, KeyError, ValueError):
                 row = json.loads(line)
-                self._tokens[row["key"]] = (row["tokens"], row["reason"])
+                self._tokens[row["key"]] = ([int(token) for token in row["tokens"]], str(row["reason"]))
 
     @staticmethod
     def open(lab: Lab, seed: int, batch: int) -> "Plain":

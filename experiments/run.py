@@ -154,16 +154,22 @@ def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
 
 def _folder(config: RunConfig, key: str, source: Source, started: datetime) -> Path:
     """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work."""
+    if config.output is not None and not config.output.strip():
+        raise UserError("output is empty; name a folder, or null for a new one under outputs/")
     if config.output is not None:
         folder = Path(config.output).expanduser()
-        if (folder / "result.json").exists():
-            raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
     else:
         drafter = type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
         slug = f"{drafter}-{source.label}".replace("/", "_")
         folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{slug}-{key}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if config.output is not None and (folder / "result.json").exists():
+            raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
+        plain, count = folder, 1
+        while config.output is None and folder.exists():  # two runs of one second
+            count += 1
+            folder = plain.with_name(f"{plain.name}-{count}")
+        folder.mkdir(parents=True, exist_ok=config.output is not None)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()

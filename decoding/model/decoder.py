@@ -104,9 +104,14 @@ class Decoder(nn.Module):
 
         def read(name: str) -> Tensor:
             try:
-                return tensors[name].to(device=device, dtype=dtype)
+                tensor = tensors[name].to(device=device, dtype=dtype)
             except KeyError:
                 raise UserError(f"the checkpoint has no {name!r}; it is incomplete or of another model") from None
+            if not torch.isfinite(tensor.sum(dtype=torch.float64 if dtype == torch.float64 else torch.float32)):
+                raise UserError(
+                    f"{name!r} of the checkpoint is not finite in {dtype}: corrupt, or too large for it; fetch it again"
+                )
+            return tensor
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.embedding = read("model.embed_tokens.weight")

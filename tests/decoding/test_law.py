@@ -14,6 +14,7 @@ from decodelab.decoding.draft import Draft
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import Law, LawSettings, Processors
 from decodelab.decoding.noise import Noise
+from decodelab.drafting.none import Nothing
 from decodelab.testing import tiny_decoder
 from decodelab.tests.rigged import PROMPTS, Rigged, ask, oracle, thicket
 from decodelab.tests.tiny import tiny_tokenizer
@@ -239,3 +240,14 @@ def test_min_new_tokens_without_an_eos_asks_for_nothing() -> None:
     """transformers#46790: eos None must work."""
     processors = Processors.build(Greedy(min_new_tokens=5).law(), 1, ())
     assert torch.equal(processors.scores(torch.ones(5), [0]), torch.ones(5))
+
+
+def test_a_law_that_forbids_every_token_is_refused() -> None:
+    """It has no argmax and no draw; token 0 would look like one."""
+    decoder = tiny_decoder()
+    everything = tuple((token,) for token in range(61))
+    for rule in (Greedy(bad_words=everything), Sampling(bad_words=everything)):
+        with pytest.raises(UserError, match="acceptance forbids every token of the vocabulary here"):
+            reference.generate(decoder, [ask([5, 6], rule, 3)], rule.law())
+        with pytest.raises(UserError, match="acceptance forbids every token of the vocabulary here"):
+            loop.generate(decoder, [ask([5, 6], rule, 3)], Nothing(), rule)

@@ -373,6 +373,23 @@ def test_a_drafter_that_errs_is_told_so_in_one_line(decoder: Decoder, plan: Plan
     assert finished(drafter) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("method", "found", "message"),
+    [
+        ("start", None, "rigged: start returned a NoneType for 3 sequences; it returns a list with one for each"),
+        ("propose", [], "rigged: propose returned 0 things for 3 sequences; it returns a list with one for each"),
+        ("propose", [[5]] * 3, "rigged proposed a list; propose returns a Draft for each state"),
+    ],
+)
+def test_a_method_that_returns_something_else_is_named(
+    decoder: Decoder, method: str, found: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Rigged(lambda *_: chain([5]))
+    monkeypatch.setattr(Rigged, method, lambda *_: found)
+    with pytest.raises(UserError, match=message):
+        run(decoder, drafter)
+
+
 def test_room_at_the_end_of_a_text(decoder: Decoder) -> None:
     """A step emits one token more than it accepts: depth is one less than what is left. At 0 nobody is asked."""
     rooms: list[Room] = []

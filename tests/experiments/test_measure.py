@@ -217,7 +217,7 @@ def test_other_code_decodes_again(calls: list, monkeypatch: pytest.MonkeyPatch):
     assert [side for side, _, _ in calls] == [*PLAINLY, *PLAINLY]
 
 
-@pytest.mark.parametrize("left", ["", '{"key": "', "torn\n"])
+@pytest.mark.parametrize("left", ["", '{"key": "', "torn\n", "5\n", "null\n", '{"key": "x"}\n'])
 def test_a_line_cut_short_is_decoded_again(left: str, calls: list, cache: Path):
     """By a kill in the middle of a write; what is written behind it is found the time after."""
     want = run(tiny_lab(), texts("ab", "cd"), timing="untimed")

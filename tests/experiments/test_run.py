@@ -1,6 +1,7 @@
 """`decodelab run`, whole, on a tiny model: exit codes, folders, what is said, and every part in one command."""
 
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,25 @@ def test_a_folder_is_named_after_what_it_holds(bench: Any, private: Path):
     (folder,) = (private / "outputs").iterdir()
     key = strict((folder / "result.json").read_text())["key"]
     assert re.fullmatch(rf"\d{{8}}-\d{{6}}-prompt_lookup-tiny-{key}", folder.name)
+
+
+def test_two_runs_of_one_second_have_a_folder_each(bench: Any, private: Path, monkeypatch: pytest.MonkeyPatch):
+    class Frozen(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Frozen":
+            return cls(2026, 1, 2, 3, 4, 5, tzinfo=tz)
+
+    monkeypatch.setattr(run, "datetime", Frozen)
+    assert [bench.run("output=null", "timing=untimed") for _ in range(2)] == [0, 0]
+    first, second = sorted((private / "outputs").iterdir())
+    assert second.name == f"{first.name}-2"
+    assert (first / "result.json").is_file()
+    assert (second / "result.json").is_file()
+
+
+def test_an_empty_output_is_refused(bench: Any, capsys: Any):
+    assert bench.run("output=' '", "timing=untimed") == 2
+    assert "output is empty; name a folder" in errors(capsys)[0]
 
 
 def test_a_result_is_not_written_over(bench: Any, capsys: Any):

@@ -293,3 +293,13 @@ def test_progress_and_bytes() -> None:
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     matrices = sum(w.numel() for name, w in model.named_parameters() if w.dim() > 1 and "embed" not in name)
     assert decoder.weight_bytes == 4 * matrices
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
+    """Their argmax is a token like any other, on both sides: only loading can tell."""
+    config = LlamaConfig(**SIZES)
+    weights = twins(config)[0].state_dict()
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] = bad
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.down_proj\.weight' of the checkpoint is not finite"):
+        Decoder(ModelConfig.from_hf(config), weights, dtype=torch.float32)
