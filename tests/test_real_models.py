@@ -50,10 +50,11 @@ def agrees(source: Source, peer: Any, prompts: Task) -> None:
 
 
 def test_logits_are_transformers_own(real_cache: Path):
-    """Which reads the GGUF file with code of its own: dequantisation, the order of q and k, and RoPE included."""
-    folder = real_cache / "models" / NAME
-    peer = AutoModelForCausalLM.from_pretrained(folder, gguf_file=f"{NAME}.gguf", dtype=torch.float32).eval()
-    agrees(open_source(ModelSpec(NAME)), peer, items("edit-inventory", "qa-stations", "complete-roman"))
+    """Which reads the GGUF file's tensors with code of its own: dequantisation, and the order of q and k."""
+    source, folder = open_source(ModelSpec(NAME)), real_cache / "models" / NAME
+    options = {"gguf_file": f"{NAME}.gguf", "config": source.config, "dtype": torch.float32}
+    peer = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    agrees(source, peer, items("edit-inventory", "qa-stations", "complete-roman"))
 
 
 def test_logits_of_a_larger_model_are_transformers_own(real_cache: Path):

@@ -53,6 +53,7 @@ def test_a_divergence_tells_the_gap_and_whether_the_token_was_the_second_choice(
     assert (second.gap, second.second, second.top_logit) == (0.5, True, 2.0)
     third = found([1.0, 3.0, 2.5], want=1, got=0)
     assert (third.gap, third.second) == (2.0, False)
+    assert found([-9.0, 3.0, 2.5], want=1, got=2).top_logit == 2.0  # the top one, not the largest magnitude
 
 
 @pytest.mark.parametrize(("want", "got"), [(0, 1), (1, 0)])
