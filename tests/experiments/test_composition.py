@@ -116,7 +116,9 @@ def test_pairs_that_are_refused(drafting, acceptance, line):
 def test_sampled_drafts_under_a_greedy_rule_are_chosen_as_it_chooses():
     found = resolve_pair(SAMPLED, Greedy())
     assert (found.verdict, found.exactness) == ("runs with a fallback", "exact")
-    assert found.notes() == ["acceptance=greedy does not sample, so drafts are chosen as the target chooses, not sampled"]
+    assert found.notes() == [
+        "acceptance=greedy does not sample, so drafts are chosen as the target chooses, not sampled"
+    ]
 
 
 def test_every_reason_is_told():
