@@ -15,6 +15,7 @@ from decodelab.drafting.none import Nothing
 from decodelab.experiments import measure as module
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import WARM_TOKENS, Measurement, Sides, measure
+from decodelab.tests.enumeration import unchecked
 from decodelab.tests.experiments.tiny_lab import PROMPTS, talk, texts, tiny_lab
 from decodelab.tests.tiny import tiny_decoder
 
@@ -24,6 +25,7 @@ KINDS = {"plain": "plain decoder", "undrafted": "drafting=none"}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DECODELAB_CACHE", str(tmp_path / "cache"))
+    unchecked(monkeypatch)
     return tmp_path / "cache"
 
 

@@ -1,6 +1,8 @@
 """The table that people read: everything that is asked of it, in 80 columns, in honest words."""
 
+import copy
 from collections.abc import Sequence
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from decodelab.drafting.none import Nothing
+from decodelab.experiments.exactness import Divergence
 from decodelab.experiments.hardware import Peaks
+from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import Measurement, measure
 from decodelab.experiments.result import build_result
 from decodelab.experiments.table import interval, number, percent, reasons, seconds, show, size
@@ -20,23 +25,27 @@ DEVICE = "Some CPU 9000 with a long name, 16 threads, bfloat16 native"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DECODELAB_CACHE", str(tmp_path / "cache"))
 
 
-def paced(*speedups: float, categories: Sequence[str] = ("copy", "list[int]", LONG), drafted: bool = True) -> Any:
-    """A measurement in which prompt i took a second a token plainly, and 1 ÷ speedups[i] with the strategy."""
-    from decodelab.drafting.none import Nothing
-
+@cache
+def measured(drafted: bool) -> tuple[Lab, Measurement]:
     lab = tiny_lab(None if drafted else Nothing())
-    measured = measure(lab, *texts(*PROMPTS[: len(speedups)], tokens=9), seed=0, batch=1, timing="paired")
-    for i, (sample, ratio) in enumerate(zip(measured.samples, speedups, strict=True)):
-        sample.category = categories[i % len(categories)]
+    return lab, measure(lab, *texts(*PROMPTS, tokens=9), seed=0, batch=1, timing="paired")
+
+
+def paced(*speedups: float, drafted: bool = True) -> tuple[Lab, Measurement]:
+    """A measurement in which prompt i took a second a token plainly, and 1 ÷ speedups[i] with the strategy."""
+    lab, found = measured(drafted)
+    found = Measurement(True, copy.deepcopy(found.samples[: len(speedups)]), "drafting=none")
+    for i, (sample, ratio) in enumerate(zip(found.samples, speedups, strict=True)):
+        sample.category = ("copy", "list[int]", LONG)[i % 3]
         sample.baseline.delivered = [(0.25, 1), (8.25, 8)]
         sample.strategy.delivered = [(0.5, 1), (0.5 + 8 / ratio, 8)]
         for step in sample.strategy.steps:
             step.draft_s, step.verify_s, step.accept_s, step.commit_s, step.other_s = 0.5, 1.0, 0.25, 0.25, 0.0
-    return lab, measured
+    return lab, found
 
 
 def told(lab: Any, measured: Measurement, width: int = 80, **more: Any) -> list[str]:
@@ -193,10 +202,8 @@ def test_an_untimed_run_shows_what_it_knows():
     assert [line.split()[0] for line in sections(lines)[1][2:]] == ["tokens", "acceptance"]
 
 
-def test_broken_output_is_shown(monkeypatch: pytest.MonkeyPatch):
+def test_broken_output_is_shown():
     lab, measured = paced(*[1.0] * 6)
-    from decodelab.experiments.exactness import Divergence
-
     for i, sample in enumerate(measured.samples):
         sample.divergence = Divergence(f"p{i}", 3, 7, None if i else 8, None if i else 0.5, True, 1.0)
     output = sections(told(lab, measured))[2]
