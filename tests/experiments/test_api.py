@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import decodelab
 from decodelab.attention.rows import chains
@@ -153,19 +154,22 @@ def test_log_probabilities_are_the_raw_logits_own(lm: LanguageModel):
 
 @pytest.mark.parametrize("given", ["it is 12 ab", ["it is 12 ab", "more"]])
 def test_documents_reach_the_drafter_as_text(given: Any, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
-    """Without special tokens, as they would stand in an answer."""
+    """Without the special tokens that a prompt begins with, as they would stand in an answer."""
+    start = TemplateProcessing(single=f"{START} $A", special_tokens=[(START, TOKENS.index(START))])
+    monkeypatch.setattr(lm.source.tokenizer.backend_tokenizer, "post_processor", start)
     seen: list[Any] = []
     honest = Lab.strategy
 
     def strategy(self: Lab, requests: Any, seed: int = 0, **options: Any) -> Any:
-        seen.extend(r.documents for r in requests)
+        seen.extend(requests)
         return honest(self, requests, seed, **options)
 
     monkeypatch.setattr(Lab, "strategy", strategy)
     decodelab.generate(lm, PROMPT, drafting="reference", documents=given, max_new_tokens=4)
+    (request,) = seen
+    assert request.prompt[0] == TOKENS.index(START)
     texts = [given] if isinstance(given, str) else given
-    assert seen == [tuple(tuple(lm.source.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)]
-    assert TOKENS.index(START) not in seen[0][0]
+    assert [lm.source.tokenizer.decode(ids) for ids in request.documents] == texts
 
 
 def test_chat_wraps_the_prompt(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
