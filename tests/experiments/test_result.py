@@ -207,6 +207,7 @@ def test_an_installed_package_has_no_commit(tmp_path: Path, monkeypatch: pytest.
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", *author, "commit", "--quiet", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+    (tmp_path / "decodelab" / "experiments").mkdir(parents=True)
     monkeypatch.setattr(module, "__file__", str(tmp_path / "decodelab" / "experiments" / "result.py"))
     found = provenance(torch.float32, 0, device="a device")
     assert (found["commit"], found["dirty"]) == (None, None)
