@@ -25,6 +25,7 @@ from .result import build_result, provenance, run_key, speedup, write_run
 from .tasks import load_task
 
 PROFILED = 3  # prompts from which the draft's cost is taken
+BUSY = 1.0  # load average before the run: something else wants a core
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 
 
@@ -60,10 +61,8 @@ def _run(config: RunConfig) -> int:
             lab = load_lab(source, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step)
             hf = _peer(config, source, dtype, device) if config.compare_hf else None
             peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if config.timing == "paired" else None
-            if peaks is not None and not peaks.quiet:
-                notes.append(
-                    "the cores were shared while the peak bandwidth was measured, so MBU and MFU read too high"
-                )
+            if peaks is not None and (not peaks.quiet or (load_before or 0.0) > BUSY):
+                notes.append("other programs use the cores: speeds are noisy and MBU is off; run it again when quiet")
             measured = measure(
                 lab,
                 task,
