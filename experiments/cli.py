@@ -43,9 +43,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def main(argv: Sequence[str] | None = None) -> int:
     """0: fine; 1: a broken or failed run; 2: the user's error; 130: interrupted. A bug keeps its traceback."""
     words = sys.argv[1:] if argv is None else argv
-    # Read when torch loads its OpenMP: threads that wait for each other sleep instead of spinning. On a core that
-    # something else wants, too, a spinning thread holds up the one it waits for: 5 to 10 times slower (measured).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _wait_for_threads()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal lacks ends no run: it is shown as ?
             stream.reconfigure(errors="replace")
@@ -57,6 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
         return _fail(1, "whoever read the output has closed it")
     return code
+
+
+def _wait_for_threads() -> None:
+    """Where other programs use the cores, torch's threads sleep while they wait for each other instead of spinning.
+
+    A thread that spins holds up the one it waits for: beside busy programs decoding was 2 to 10 times slower so. On a
+    quiet machine, spinning is twice as fast. OpenMP reads the variable when torch is loaded; the user's own value wins.
+    """
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _in_one_line(do: Callable[[], int]) -> int:

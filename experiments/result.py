@@ -216,6 +216,7 @@ def provenance(dtype: torch.dtype, seed: int, *, device: str, **more: Any) -> di
         "transformers": transformers.__version__,
         "device": device,
         "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "dtype": str(dtype).removeprefix("torch."),
         "seed": seed,
         **more,

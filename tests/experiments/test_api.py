@@ -21,7 +21,7 @@ from decodelab.experiments.tasks import TaskSettings
 from decodelab.tests.decoding.model.checkpoints import START, TOKENS, tiny_model, write_gguf
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.experiments.bench import strict
-from decodelab.tests.experiments.test_result import ADDED, SCHEMA, at
+from decodelab.tests.experiments.schema import ADDED, SCHEMA, at
 
 PROMPT = "12 ab 12 ab 12 ab 12"
 OTHERS = ["hello there", "one two three one two three one"]
