@@ -1,6 +1,6 @@
 """Keep the longest path on which every token is the target's argmax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from ..draft import Draft, Shape
@@ -29,14 +29,7 @@ class Greedy:
         self.law()
 
     def law(self) -> LawSettings:
-        return LawSettings(
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            no_repeat_ngram=self.no_repeat_ngram,
-            bad_words=tuple(self.bad_words),
-            min_new_tokens=self.min_new_tokens,
-        )
+        return LawSettings(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
         def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:

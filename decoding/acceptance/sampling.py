@@ -6,7 +6,7 @@ drawn from what is left of p, and a one-hot candidate is kept iff it is y: the p
 one-hot candidates alone the output equals plain sampling token for token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import torch
@@ -43,19 +43,7 @@ class Sampling:
         self.law()
 
     def law(self) -> LawSettings:
-        return LawSettings(
-            sample=True,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            no_repeat_ngram=self.no_repeat_ngram,
-            bad_words=tuple(self.bad_words),
-            min_new_tokens=self.min_new_tokens,
-        )
+        return LawSettings(sample=True, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
         def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:
