@@ -11,7 +11,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/installed  ## the main job: a strategy against plain decoding, on a real model
-	$(BIN)/decodelab run task.limit=10 task.max_new_tokens=48
+	$(BIN)/decodelab run task.limit=10 task.max_new_tokens=48 drafting.per_match=null
 
 test: $(VENV)/installed-test  ## the tests
 	$(BIN)/pytest
