@@ -188,6 +188,12 @@ def _run(config: "RunConfig") -> int:
     return run(config)
 
 
+def _evaluate(config: "RunConfig") -> int:
+    from .run import evaluate
+
+    return evaluate(config)
+
+
 def _check(config: "RunConfig") -> int:
     from .check import check
 
@@ -209,6 +215,7 @@ class Job:
 
 JOBS: Mapping[str, Job] = {
     "run": Job("a strategy against plain decoding on a task: table, result.json, events.jsonl, samples.jsonl", _run),
+    "evaluate": Job("quality alone, on the path that decodes; against=DIR compares it with a reference run", _evaluate),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
 }
 

@@ -165,7 +165,7 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
             raise UnknownKeyError(key, known)
     trusted = Constructor().build(content["trusted"], tuple[str, ...], "trusted")
     try:
-        config = Constructor(trusted).call(RunConfig, {k: v for k, v in content.items() if k != "trusted"})
+        config = Constructor(trusted).call(RunConfig, content)
     except UnknownKeyError as error:
         raise UserError(f"{error}{_owners(error.key, options)}") from None
     return replace(config, resolved=content)
@@ -174,7 +174,7 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
 def _top_level() -> tuple[str, ...]:
     from .config import RunConfig
 
-    return (*(field.name for field in fields(RunConfig) if field.name != "resolved"), "trusted")
+    return tuple(field.name for field in fields(RunConfig) if field.name != "resolved")
 
 
 def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:

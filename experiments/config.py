@@ -1,17 +1,21 @@
 """A run's configuration, typed: what the YAML groups and the command line resolve to."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.errors import UserError
 from ..decoding.model.source import ModelSpec
+from .quality.settings import QualitySettings, TaskSpec
+from .sweep.settings import CellSettings, SearchSettings
 from .tasks import TaskSettings
+from .tracking import Tracking, Untracked
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-Timing = Literal["paired", "untimed"]
+Timing = Literal["paired", "anchored", "untimed"]
+Rerun = Literal["failed", "stale", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class RunConfig:
     drafting: DrafterSettings
     acceptance: Acceptance
     task: TaskSettings
+    quality: QualitySettings = field(default_factory=QualitySettings)
+    tracking: Tracking = field(default_factory=Untracked)
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -30,14 +36,26 @@ class RunConfig:
     timing: Timing = "paired"
     profile: bool = False
     compare_hf: bool = False
+    tasks: tuple[str | TaskSpec, ...] = ()
+    against: str | None = None
     output: str | None = None
+    cell: CellSettings = field(default_factory=CellSettings)
+    stop_after_failures: int | None = None
+    budget_hours: float | None = None
+    rerun: Rerun | None = None
+    search: SearchSettings | None = None
+    trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.timing not in ("paired", "untimed"):
-            raise UserError(f"timing must be paired or untimed, got {self.timing!r}")
+        if self.timing not in ("paired", "anchored", "untimed"):
+            raise UserError(f"timing must be paired, anchored or untimed, got {self.timing!r}")
+        if self.tasks:  # one list, whichever name it came by
+            if self.quality.tasks:
+                raise UserError("tasks and quality.tasks are the same list: give one of them")
+            object.__setattr__(self, "quality", replace(self.quality, tasks=self.tasks))
         if self.batch < 1:
             raise UserError(f"batch must be at least 1, got {self.batch}")
         cores = os.cpu_count() or 1

@@ -81,18 +81,21 @@ class Lab:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def load_lab(
-    source: Source,
-    drafting: DrafterSettings,
-    acceptance: Acceptance,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None = None,
-) -> Lab:
-    """Load the target, then what the drafter needs."""
-    target = load_decoder(source, dtype=dtype, device=device, progress=progress)
-    return build_lab(source, target, drafting, acceptance, progress=progress)
+@dataclass(slots=True)
+class Warm:
+    """What a worker keeps from cell to cell: the target loaded last. The next cell over the same weights, dtype and
+    device loads nothing."""
+
+    loaded: tuple[tuple[str, torch.dtype, torch.device], Decoder] | None = None
+
+    def target(
+        self, source: Source, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    ) -> Decoder:
+        what = (source.digest, dtype, device)
+        if self.loaded is None or self.loaded[0] != what:
+            self.loaded = None  # before the next one is there
+            self.loaded = what, load_decoder(source, dtype=dtype, device=device, progress=progress)
+        return self.loaded[1]
 
 
 def build_lab(
@@ -103,7 +106,7 @@ def build_lab(
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Lab:
-    """The same around a target that is loaded already."""
+    """Around a target that is loaded; what the drafter needs is loaded here."""
     drafter = drafting.build(Resources(target, source.tokenizer, acceptance.law(), progress))
     return Lab(source, target, drafter, acceptance, tuple(notes))
 

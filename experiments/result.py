@@ -26,7 +26,9 @@ from .statistics import Interval, speedup_interval
 
 SCHEMA = 1
 # What does not change what is measured, so that it does not change a run's key.
-_NOT_IN_KEY = ("output", "tracking", "hydra", "rerun")
+_NOT_IN_KEY = (
+    "output", "tracking", "hydra", "rerun", "cell", "stop_after_failures", "budget_hours", "search", "against"
+)  # fmt: skip
 
 
 def run_key(resolved: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
@@ -38,7 +40,7 @@ def run_key(resolved: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
 def build_result(
     config: Mapping[str, Any],
     lab: Lab,
-    measured: Measurement,
+    measured: Measurement | None,
     *,
     digests: Mapping[str, Any],
     provenance: Mapping[str, Any],
@@ -47,25 +49,47 @@ def build_result(
     warnings: Sequence[str],
     profile: Mapping[str, Any] | None = None,
     compare_hf: Mapping[str, Any] | None = None,
+    quality: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything a run found, as plain data."""
-    samples = measured.samples
-    baseline, strategy = [s.baseline for s in samples], [s.strategy for s in samples]
-    steps = [step for g in strategy for step in g.steps]
-    timed = measured.timed
-    divergences = [s.divergence for s in samples if s.divergence]
-    verdict = exactness.verdict(divergences, len(samples), lab.drafter, lab.acceptance, lab.target.dtype)
-    notes = [*warnings, *measured.warnings]
+    """Everything a run found, as plain data. Without `measured`, quality alone: what speaks of speed is null."""
+    found = _speed(lab, measured, peaks)
+    verdict = found["exactness"]["verdict"] if measured else None
+    notes = [*warnings, *(measured.warnings if measured else ())]
     if verdict == "broken" and lab.drafter.gives.q == "sampled" and lab.acceptance.law().sample:
         pair = f"{type(lab.drafter).__name__} with {type(lab.acceptance).__name__}"
         notes.append(f"no test of ours proves the law of {pair}, so its output counts as broken")
+    interrupted = (measured is not None and measured.interrupted) or (quality or {}).get("interrupted", False)
+    steps = [step for s in measured.samples for step in s.strategy.steps] if measured else []
     return {
         "schema": SCHEMA,
         "key": run_key(config, digests),
         "config": dict(config),
         "digests": dict(digests),
         "provenance": dict(provenance),
-        "status": "broken" if verdict == "broken" else "interrupted" if measured.interrupted else "done",
+        "status": "broken" if verdict == "broken" else "interrupted" if interrupted else "done",
+        **found,
+        "predicted_speedup": profile["predicted_speedup"] if profile else None,
+        "memory": _memory(lab.target, steps, peak_bytes),
+        "quality": dict(quality) if quality else None,
+        "compare_hf": dict(compare_hf) if compare_hf else None,
+        "profile": dict(profile) if profile else None,
+        "implementation": lab.target.implementation,
+        "warnings": list(dict.fromkeys(notes)),
+    }
+
+
+def _speed(lab: Lab, measured: Measurement | None, peaks: Peaks | None) -> dict[str, Any]:
+    """What was found of speed and exactness."""
+    if measured is None:
+        untimed = dict.fromkeys(("value", "low", "high", "n"))
+        absent = dict.fromkeys(("baseline", "strategy", "exactness", "decode", "prefill"))
+        return {"prompts": 0, "by_category": {}, "speedup": untimed, "end_to_end_speedup": untimed, **absent}
+    samples, timed = measured.samples, measured.timed
+    baseline, strategy = [s.baseline for s in samples], [s.strategy for s in samples]
+    steps = [step for g in strategy for step in g.steps]
+    divergences = [s.divergence for s in samples if s.divergence]
+    verdict = exactness.verdict(divergences, len(samples), lab.drafter, lab.acceptance, lab.target.dtype)
+    return {
         "prompts": len(samples),
         "baseline": {"kind": measured.baseline_kind, **metrics.timing(baseline, timed)},
         "strategy": {
@@ -76,21 +100,14 @@ def build_result(
         "by_category": by_category(samples, timed),
         "speedup": _interval(samples, "decode", timed),
         "end_to_end_speedup": _interval(samples, "latency", timed),
-        "predicted_speedup": profile["predicted_speedup"] if profile else None,
         "exactness": {
             "verdict": verdict,
             "identical": len(samples) - len(divergences),
             "prompts": len(samples),
             "divergences": [d.as_dict() for d in divergences],
         },
-        "memory": _memory(lab.target, steps, peak_bytes),
         "decode": _mbu(lab.target, measured, peaks if timed else None),
         "prefill": _mfu(lab.target, strategy, peaks if timed else None),
-        "quality": None,
-        "compare_hf": dict(compare_hf) if compare_hf else None,
-        "profile": dict(profile) if profile else None,
-        "implementation": lab.target.implementation,
-        "warnings": list(dict.fromkeys(notes)),
     }
 
 

@@ -1,8 +1,9 @@
 """The job `run`: strategy against baseline on a task."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
@@ -18,97 +19,164 @@ from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
-from .lab import Heard, Lab, draft_digest, load_lab
+from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
 from .measure import Measurement, measure
 from .progress import Watch
+from .quality.evaluate import measure_quality, quality_digest
 from .result import build_result, provenance, run_key, speedup, write_run
-from .tasks import load_task
+from .tasks import Task, load_task
+from .tracking import RunInfo
 
 PROFILED = 3  # prompts from which the draft's cost is taken
 BUSY = 1.0  # load average before the run: something else wants a core
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 
 
-def run(config: RunConfig) -> int:
-    """Measure, write the run's folder, print the table. 1 if the output is broken, 130 if interrupted, else 0."""
-    with hardware.torch_threads(config.threads):
-        return _run(config)
+@dataclass(frozen=True)
+class Identity:
+    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`."""
+
+    source: Source
+    task: Task | None
+    device: torch.device
+    dtype: torch.dtype
+    why: str  # the reason of the dtype
+    digests: Mapping[str, str | None]
+    resolved: Mapping[str, Any]
+    slug: str  # drafter and model
+    key: str
 
 
-def _run(config: RunConfig) -> int:
-    started = datetime.now(UTC)
-    load_before = hardware.load_average()
+def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool = True) -> Identity:
+    """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part."""
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
-    task = load_task(config.task)
+    task = load_task(config.task) if speed else None
+    source = open_source(config.model, progress)
+    digests = {
+        "weights": source.digest,
+        "draft": draft_digest(config.drafting),
+        "task": None if task is None else task.digest,
+        "quality": quality_digest(config),
+    }
+    # what `auto` and null came to is part of what was run
+    settled = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "threads": config.threads or torch.get_num_threads(),
+    }
+    resolved = config.resolved | settled
+    drafter = type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
+    slug = f"{drafter}-{source.label}".replace("/", "_")
+    return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that was carried out: its folder and what result.json holds. `code`: the command's exit code."""
+
+    folder: Path
+    result: Mapping[str, Any]
+    code: int
+
+
+def run(config: RunConfig) -> int:
+    """Measure, write the run's folder, print the table. 1 if the output is broken, 130 if interrupted, else 0."""
+    return execute(config).code
+
+
+def evaluate(config: RunConfig) -> int:
+    """Quality alone, in the same folder layout."""
+    if not config.quality.tasks:
+        raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
+    return execute(config, speed=False).code
+
+
+def execute(config: RunConfig, *, speed: bool = True, warm: Warm | None = None, sweep: str | None = None) -> Outcome:
+    """One run, whole. `warm`: what a worker keeps from cell to cell; `sweep`: the id of the sweep it belongs to."""
+    config.tracking.check()
+    with hardware.torch_threads(config.threads):
+        return _execute(config, speed, Warm() if warm is None else warm, sweep)
+
+
+def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> Outcome:
+    started = datetime.now(UTC)
+    load_before = hardware.load_average()
     if config.compare_hf and (reason := why_not(config.acceptance.law())) is not None:
         raise UserError(reason)
     with Watch() as watch, Heard() as heard:
-        source = open_source(config.model, watch.step)
-        notes = resolve(config, source, task).notes()
+        what = identify(config, watch.step, speed=speed)
+        source, dtype, device = what.source, what.dtype, what.device
+        notes = resolve(config, source, what.task).notes()
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
-        digests = {"weights": source.digest, "draft": draft_digest(config.drafting), "task": task.digest}
-        # what `auto` and null came to is part of what was run
-        settled = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": str(device),
-            "threads": torch.get_num_threads(),
-        }
-        resolved = config.resolved | settled
-        folder = _folder(config, run_key(resolved, digests), source, started)
-        try:
-            lab = load_lab(source, config.drafting, config.acceptance, dtype=dtype, device=device, progress=watch.step)
-            hf = _peer(config, source, dtype, device) if config.compare_hf else None
-            peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if config.timing == "paired" else None
-            if peaks is not None and (not peaks.quiet or (load_before or 0.0) > BUSY):
-                notes.append("other programs use the cores: speeds are noisy and MBU is off; run it again when quiet")
-            measured = measure(
+        folder = _folder(config, what, started)
+        title = f"{what.slug}, {type(config.acceptance).__name__.lower()}"
+        title += f", {what.task.label}" if what.task else ", quality"
+        job = "both" if speed and config.quality.tasks else "speed" if speed else "quality"
+        tracker = config.tracking.open(RunInfo(what.key, title, job, folder, what.resolved, sweep))
+        with tracker:
+            try:
+                target = warm.target(source, dtype, device, watch.step)
+                lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
+                measured = profiled = peaks = quality = None
+                hf = _peer(config, source, dtype, device) if config.compare_hf and speed else None
+                if what.task is not None:
+                    timed = config.timing != "untimed"
+                    peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if timed else None
+                    if peaks is not None and (not peaks.quiet or (load_before or 0.0) > BUSY):
+                        notes.append(
+                            "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
+                        )
+                    measured = measure(
+                        lab,
+                        what.task,
+                        config.task,
+                        seed=config.seed,
+                        batch=config.batch,
+                        timing=config.timing,
+                        hf=hf,
+                        progress=lambda done, total, note: watch.step("decoding", done, total, note),
+                    )
+                    profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
+                if config.quality.tasks and not (measured is not None and measured.interrupted):
+                    quality = measure_quality(lab, config, folder, what.key, watch.step)
+            except BaseException:
+                with suppress(OSError):  # it is empty
+                    folder.rmdir()
+                raise
+            result = build_result(
+                what.resolved,
                 lab,
-                task,
-                config.task,
-                seed=config.seed,
-                batch=config.batch,
-                timing=config.timing,
-                hf=hf,
-                progress=lambda done, total, note: watch.step("decoding", done, total, note),
+                measured,
+                digests=what.digests,
+                provenance=provenance(
+                    dtype,
+                    config.seed,
+                    device=hardware.describe_device(device),
+                    dtype_reason=what.why,
+                    started_at=started.isoformat(timespec="seconds"),
+                    load_before=load_before,
+                    load_after=hardware.load_average(),
+                    clock_mhz=hardware.clock_mhz(),
+                ),
+                peaks=peaks,
+                peak_bytes=hardware.peak_memory_bytes(device),
+                warnings=[*notes, *heard.texts],
+                profile=profiled,
+                compare_hf=_summary(hf, measured) if hf and measured else None,
+                quality=quality,
             )
-        except BaseException:
-            with suppress(OSError):  # it is empty
-                folder.rmdir()
-            raise
-        profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
-    result = build_result(
-        resolved,
-        lab,
-        measured,
-        digests=digests,
-        provenance=provenance(
-            dtype,
-            config.seed,
-            device=hardware.describe_device(device),
-            dtype_reason=why,
-            started_at=started.isoformat(timespec="seconds"),
-            load_before=load_before,
-            load_after=hardware.load_average(),
-            clock_mhz=hardware.clock_mhz(),
-        ),
-        peaks=peaks,
-        peak_bytes=hardware.peak_memory_bytes(device),
-        warnings=[*notes, *heard.texts],
-        profile=profiled,
-        compare_hf=_summary(hf, measured) if hf else None,
-    )
-    rule = type(config.acceptance).__name__.lower()
-    title = f"{lab.source.label}: {' + '.join(lab.drafter.sources)}, {rule}, {task.label}"
-    console = Console(highlight=False, markup=False)
-    table.show(result, measured.samples, title, console)  # first: a full disk does not take it away
-    write_run(folder, result, measured.samples, lab)
-    console.print(f"\nwritten to {folder}", soft_wrap=True)
-    if measured.interrupted:
-        print(f"decodelab: interrupted after {len(measured.samples)} prompts; they are in {folder}", file=sys.stderr)
-        return 130
-    return 1 if result["status"] == "broken" else 0
+            samples = measured.samples if measured else []
+            console = Console(highlight=False, markup=False)
+            table.show(result, samples, title, console)  # first: a full disk does not take it away
+            write_run(folder, result, samples, lab)
+            console.print(f"\nwritten to {folder}", soft_wrap=True)
+            tracker.done(result)
+    if result["status"] == "interrupted":
+        print(f"decodelab: interrupted after {len(samples)} prompts; they are in {folder}", file=sys.stderr)
+        return Outcome(folder, result, 130)
+    return Outcome(folder, result, 1 if result["status"] == "broken" else 0)
 
 
 def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str, Any] | None:
@@ -151,16 +219,14 @@ def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
     return summarise(hf, runs, [s.plain for s in samples])
 
 
-def _folder(config: RunConfig, key: str, source: Source, started: datetime) -> Path:
+def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
     """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work."""
     if config.output is not None and not config.output.strip():
         raise UserError("output is empty; name a folder, or null for a new one under outputs/")
     if config.output is not None:
         folder = Path(config.output).expanduser()
     else:
-        drafter = type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
-        slug = f"{drafter}-{source.label}".replace("/", "_")
-        folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{slug}-{key}"
+        folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{what.slug}-{what.key}"
     try:
         if config.output is not None and (folder / "result.json").exists():
             raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")

@@ -70,9 +70,12 @@ def _parts(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> Itera
 
 
 def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> Iterator[list[Any]]:
-    p, timed = r["provenance"], r["strategy"]["ttft_s"] is not None
-    about = f"{p['device']} · {p['dtype']} · {r['prompts']} prompts{'' if timed else ' · untimed'}"
-    yield [Text(title, style="bold"), Text(about)]
+    p, strategy = r["provenance"], r["strategy"]
+    timed = strategy is not None and strategy["ttft_s"] is not None
+    spoken = "" if strategy is None else f" · {r['prompts']} prompts{'' if timed else ' · untimed'}"
+    yield [Text(title, style="bold"), Text(f"{p['device']} · {p['dtype']}{spoken}")]
+    if strategy is None:
+        return
     yield [_comparison(r)]
     yield [*_exactness(r["exactness"]), *_resources(r)]
     yield [_categories(r["by_category"], timed)]

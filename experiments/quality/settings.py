@@ -1,0 +1,61 @@
+"""What is asked of quality: tasks, how they are put to the model, and what they are compared with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...decoding.errors import UserError
+
+Kind = Literal["multiple_choice", "generate", "perplexity"]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """A task of the user's own: a JSONL file, offline.
+
+    `kind` null: as the rows say (`choices`: multiple_choice; a gold answer or tests: generate; `text` alone:
+    perplexity). `fields`: which field of a row is what, where their names differ from ours. `scorer`: a name, a mapping
+    with `name` and its keys, or the dotted path of a function of a trusted package. null elsewhere: as `quality` says.
+    """
+
+    path: str
+    kind: Kind | None = None
+    name: str | None = None
+    shots: int | None = None
+    shots_path: str | None = None
+    fields: Mapping[str, str] | None = None
+    scorer: str | Mapping[str, Any] | None = None
+    prompt: str | None = None
+    stop: tuple[str, ...] | None = None
+    max_new_tokens: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QualitySettings:
+    """`tasks`: names of lm-eval, or files. The other keys hold for each task that does not say otherwise."""
+
+    tasks: tuple[str | TaskSpec, ...] = ()
+    include: tuple[str, ...] = ()
+    limit: int | None = None
+    shots: int = 0
+    chat: bool = False
+    template: str | None = None
+    system: str | None = None
+    thinking: tuple[str, str] | None = None
+    max_new_tokens: int = 256
+    repeats: int = 1
+    batch: int | None = None
+    epsilon: float = 0.02
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"quality.limit={self.limit}: at least 1, or null for every item")
+        if self.shots < 0:
+            raise UserError(f"quality.shots={self.shots}: at least 0")
+        for name in ("max_new_tokens", "repeats", "batch"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"quality.{name}={value}: at least 1")
+        if not 0 < self.epsilon < 1:
+            raise UserError(f"quality.epsilon={self.epsilon}: a difference of scores between 0 and 1, such as 0.02")

@@ -1,0 +1,1 @@
+"""Sweeps: cells in worker processes, each with a status, finished once."""
