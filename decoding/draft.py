@@ -26,7 +26,7 @@ class Draft:
     renormalised; with replacement: the same row); −1: its distribution is one-hot. A candidate may have a q only if
     neither its being offered nor its place among its siblings depends on its own token. `judged[i]` False: verified for
     the drafter's sake, never a candidate; a judged row's ancestors are judged. `source[i]`: which of the drafter's
-    `sources` proposed it.
+    `sources` proposed it; `also[i]`: which others proposed the same one-hot candidate, where one row serves them all.
     """
 
     tokens: tuple[int, ...] = ()
@@ -35,9 +35,12 @@ class Draft:
     q_row: tuple[int, ...] = ()
     judged: tuple[bool, ...] = ()
     source: tuple[int, ...] = ()
+    also: tuple[tuple[int, ...], ...] = ()  # empty: nobody did
 
     def __post_init__(self) -> None:
         K = len(self.tokens)
+        if len(self.also) not in (0, K):
+            raise ValueError(f"a draft of {K} tokens has {len(self.also)} also; give one for each token, or none")
         for name in ("parents", "q_row", "judged", "source"):
             if len(getattr(self, name)) != K:
                 raise ValueError(f"a draft of {K} tokens has {len(getattr(self, name))} {name}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Live:
             )
         if wrong := [t for t in draft.tokens if not 0 <= t < vocab]:
             raise UserError(f"{drafter} drafted token id {wrong[0]}, but the target's vocabulary is 0 to {vocab - 1}")
-        if wrong := [i for i in draft.source if not 0 <= i < len(sources)]:
+        if wrong := [i for i in (*draft.source, *chain.from_iterable(draft.also)) if not 0 <= i < len(sources)]:
             raise UserError(
                 f"{drafter} names source {wrong[0]}, but it has {len(sources)}; correct `source` or `sources`"
             )
@@ -108,14 +109,13 @@ class Live:
 
 def _rivals(draft: Draft, kept: int, sources: Sequence[str]) -> tuple[str, ...]:
     """The other sources that offered the kept row's token in the same place."""
-    same = (
+    same = [
         i
         for i in range(len(draft))
-        if i != kept
-        and draft.judged[i]
-        and (draft.parents[i], draft.tokens[i]) == (draft.parents[kept], draft.tokens[kept])
-    )
-    names = dict.fromkeys(sources[draft.source[i]] for i in same)
+        if draft.judged[i] and (draft.parents[i], draft.tokens[i]) == (draft.parents[kept], draft.tokens[kept])
+    ]
+    offered = chain(*((draft.source[i], *(draft.also[i] if draft.also else ())) for i in same))
+    names = dict.fromkeys(sources[source] for source in offered)
     return tuple(name for name in names if name != sources[draft.source[kept]])
 
 

@@ -1,0 +1,107 @@
+"""How many rows each member of a merge may draft: learnt while it runs, from what was kept and what a step costs.
+
+The gain of a step is the tokens it is expected to emit, its price T(rows) as measured plus what the members' drafting
+takes; the allocation with the most tokens a second is chosen, with rows for nobody among the choices. (The survival of
+a position is the product of the estimated acceptances up to it, as in the adaptive verification of vLLM; members are
+taken as independent.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from ..decoding.cost import Profile
+
+FORGET = 0.95  # the weight of what was seen a step earlier
+HOPE = 0.6  # acceptance of a drafter of which nothing is known: it is given a try
+TRUST = 2.0  # observations that the hope, and the mean over positions, weigh
+SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a member's own rows
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What one member's drafts came to on one sequence. A position's acceptance is conditional: those before it kept.
+
+    Where a member was not asked, what is known of it fades towards the hope, so that it is asked again some time.
+    """
+
+    kept: list[float] = field(default_factory=list)
+    tried: list[float] = field(default_factory=list)
+    asked: float = 0.0
+    drafted: float = 0.0  # share of the rows allowed that it filled, summed
+    seconds: float = 0.0
+
+    def told(self, allowed: int, rows: int, depth: int, accepted: int, seconds: float) -> None:
+        """One step: `rows` drafted of `allowed`, `depth` deep, of which `accepted` were kept, in `seconds`."""
+        self._fade()
+        if not allowed:
+            return
+        self.asked += 1
+        self.drafted += rows / allowed
+        self.seconds += seconds
+        while len(self.tried) < depth:
+            self.tried.append(0.0)
+            self.kept.append(0.0)
+        for position in range(min(depth, accepted + 1)):
+            self.tried[position] += 1
+            self.kept[position] += position < accepted
+
+    def _fade(self) -> None:
+        self.kept = [x * FORGET for x in self.kept]
+        self.tried = [x * FORGET for x in self.tried]
+        self.asked, self.drafted, self.seconds = (x * FORGET for x in (self.asked, self.drafted, self.seconds))
+
+    def survival(self, depth: int) -> list[float]:
+        """The chance that positions 1 … depth are kept, of a draft that reaches them."""
+        mean = (sum(self.kept) + TRUST * HOPE) / (sum(self.tried) + TRUST)
+        out, alive = [], 1.0
+        for i in range(depth):
+            kept, tried = (self.kept[i], self.tried[i]) if i < len(self.tried) else (0.0, 0.0)
+            alive *= (kept + TRUST * mean) / (tried + TRUST)
+            out.append(alive)
+        return out
+
+    @property
+    def fill(self) -> float:
+        """The share of the rows that it is expected to use."""
+        return (self.drafted + TRUST) / (self.asked + TRUST)
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of one proposal."""
+        return self.seconds / self.asked if self.asked else 0.0
+
+
+def allocate(
+    estimates: Sequence[Estimate],
+    most: Sequence[int],
+    deepest: Sequence[int],
+    room: int,
+    profile: Profile,
+    batch: int = 1,
+) -> list[int]:
+    """Rows for each member. `most`, `deepest`: what it can use (rows, candidates on a path) in this step."""
+    choices = [sorted({round(share * m) for share in SHARES}) for m in most]
+    alive = [e.survival(d) for e, d in zip(estimates, deepest, strict=True)]
+    best, best_rate = [0] * len(most), 1 / profile.at(batch)
+    for rows in product(*choices):
+        used = sum(r * e.fill for r, e in zip(rows, estimates, strict=True))
+        if not 0 < sum(rows) <= room:
+            continue
+        offered = [
+            (e.fill if r else 0.0, s[: max(1, round(d * r / m))])
+            for r, m, d, s, e in zip(rows, most, deepest, alive, estimates, strict=True)
+            if r
+        ]
+        tokens = 1.0
+        for position in range(max(len(s) for _, s in offered)):
+            none = 1.0
+            for fill, s in offered:
+                none *= 1 - (fill * s[position] if position < len(s) else 0.0)
+            tokens += 1 - none
+        seconds = profile.at(batch * (1 + used)) + sum(
+            e.cost_s for r, e in zip(rows, estimates, strict=True) if r
+        )
+        if tokens / seconds > best_rate:
+            best, best_rate = list(rows), tokens / seconds
+    return best
