@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import subprocess
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -19,21 +18,16 @@ import transformers
 from ..decoding.events import Generation, Step
 from ..decoding.model.decoder import Decoder
 from . import exactness, metrics
+from .files import NOT_IN_KEY, SCHEMA, write_atomic
 from .hardware import Peaks
 from .lab import Lab
-from .measure import Measurement, Sample
+from .measure import Measurement, Sample, units
 from .statistics import Interval, speedup_interval
-
-SCHEMA = 1
-# What does not change what is measured, so that it does not change a run's key.
-_NOT_IN_KEY = (
-    "output", "tracking", "hydra", "rerun", "cell", "stop_after_failures", "budget_hours", "search", "against"
-)  # fmt: skip
 
 
 def run_key(resolved: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
     """A hash of the configuration and of the weights and task that it names."""
-    config = {k: v for k, v in resolved.items() if k not in _NOT_IN_KEY}
+    config = {k: v for k, v in resolved.items() if k not in NOT_IN_KEY}
     return hashlib.sha256(json.dumps([config, digests], sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -82,7 +76,7 @@ def _speed(lab: Lab, measured: Measurement | None, peaks: Peaks | None) -> dict[
     """What was found of speed and exactness."""
     if measured is None:
         untimed = dict.fromkeys(("value", "low", "high", "n"))
-        absent = dict.fromkeys(("baseline", "strategy", "exactness", "decode", "prefill"))
+        absent = dict.fromkeys(("baseline", "strategy", "exactness", "decode", "prefill", "timing"))
         return {"prompts": 0, "by_category": {}, "speedup": untimed, "end_to_end_speedup": untimed, **absent}
     samples, timed = measured.samples, measured.timed
     baseline, strategy = [s.baseline for s in samples], [s.strategy for s in samples]
@@ -91,6 +85,7 @@ def _speed(lab: Lab, measured: Measurement | None, peaks: Peaks | None) -> dict[
     verdict = exactness.verdict(divergences, len(samples), lab.drafter, lab.acceptance, lab.target.dtype)
     return {
         "prompts": len(samples),
+        "timing": asdict(measured.timing),
         "baseline": {"kind": measured.baseline_kind, **metrics.timing(baseline, timed)},
         "strategy": {
             **metrics.timing(strategy, timed),
@@ -119,7 +114,7 @@ def speedup(samples: Sequence[Sample], kind: Literal["decode", "latency"]) -> In
         for done in ([s.baseline for s in unit], [s.strategy for s in unit]):
             # the first token belongs to the prefill
             tokens = sum(len(g.tokens) - (kind == "decode") for g in done)
-            row += [decode_seconds(done) if kind == "decode" else max(g.latency_s for g in done), tokens]
+            row += [metrics.decode_seconds(done) if kind == "decode" else max(g.latency_s for g in done), tokens]
         if row[1] and row[3]:
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
@@ -128,19 +123,6 @@ def speedup(samples: Sequence[Sample], kind: Literal["decode", "latency"]) -> In
 
 def _interval(samples: Sequence[Sample], kind: Literal["decode", "latency"], timed: bool) -> dict[str, Any]:
     return asdict(speedup(samples, kind)) if timed else dict.fromkeys(("value", "low", "high", "n"))
-
-
-def units(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """The samples by the batch they ran in."""
-    found: dict[int, list[Sample]] = {}
-    for sample in samples:
-        found.setdefault(sample.unit, []).append(sample)
-    return list(found.values())
-
-
-def decode_seconds(batch: Sequence[Generation]) -> float:
-    """From the last prefill's end to the last token: what the steps of one batch took."""
-    return max(g.latency_s for g in batch) - max(g.ttft_s for g in batch)
 
 
 def by_category(samples: Sequence[Sample], timed: bool) -> dict[str, Any]:
@@ -183,7 +165,7 @@ def _mbu(target: Decoder, measured: Measurement, peaks: Peaks | None) -> dict[st
         read = seconds = 0.0
         for unit in batches:
             done: list[Generation] = [getattr(s, side) for s in unit]
-            seconds += decode_seconds(done)
+            seconds += metrics.decode_seconds(done)
             read += target.weight_bytes * max(len(g.delivered) - 1 for g in done)
             for g in done:
                 # a step reads what the steps before it committed
@@ -296,17 +278,3 @@ def _sample(s: Sample, lab: Lab) -> dict[str, Any]:
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """All of it or nothing, whatever happens meanwhile."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
