@@ -253,7 +253,7 @@ def compare(
         },
         lab,
         measured,
-        digests={"weights": lm.source.digest, "draft": draft_digest(settings), "task": task.digest},
+        digests={"weights": lm.source.digest, "draft": draft_digest(settings), "task": task.digest, "quality": None},
         provenance=provenance(
             dtype,
             seed,

@@ -146,7 +146,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(help_text(words))
         return 0
     if words.job is None:
-        raise UserError(f"name a job, {' or '.join(JOBS)}: {USAGE}")
+        raise UserError(f"name a job, one of {', '.join(JOBS)}: {USAGE}")
     do = _show if words.show else JOBS[words.job].do
     if not words.multirun:
         return do(compose(words.overrides, words.config_dirs))

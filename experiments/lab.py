@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -81,21 +81,34 @@ class Lab:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Plain decoding of a whole task, timed. `units`: what each batch of prompts came to, in order."""
+
+    kind: str
+    units: tuple[list[Generation], ...]
+
+
 @dataclass(slots=True)
 class Warm:
-    """What a worker keeps from cell to cell: the target loaded last. The next cell over the same weights, dtype and
-    device loads nothing."""
+    """What a worker keeps from cell to cell: the target loaded last, so that the next cell over the same weights, dtype
+    and device loads nothing, and the baselines that it timed, each by a digest of all that it depends on."""
 
     loaded: tuple[tuple[str, torch.dtype, torch.device], Decoder] | None = None
+    baselines: dict[str, Baseline] = field(default_factory=dict)
 
     def target(
         self, source: Source, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
     ) -> Decoder:
-        what = (source.digest, dtype, device)
-        if self.loaded is None or self.loaded[0] != what:
+        if self.loaded is None or not self.holds(source, dtype, device):
             self.loaded = None  # before the next one is there
-            self.loaded = what, load_decoder(source, dtype=dtype, device=device, progress=progress)
+            decoder = load_decoder(source, dtype=dtype, device=device, progress=progress)
+            self.loaded = (source.digest, dtype, device), decoder
         return self.loaded[1]
+
+    def holds(self, source: Source, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether this target is in memory."""
+        return self.loaded is not None and self.loaded[0] == (source.digest, dtype, device)
 
 
 def build_lab(
@@ -119,19 +132,21 @@ def draft_digest(drafting: DrafterSettings) -> str | None:
 class Heard:
     """Collects what the parts warn of while they run (a draft's context is full), each text once."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
     def __enter__(self) -> "Heard":
         self._catch = warnings.catch_warnings(record=True)
-        self._caught = self._catch.__enter__()
+        caught = self._catch.__enter__()
+        assert caught is not None  # record=True
+        self._caught = caught
         warnings.simplefilter("always", RuntimeWarning)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._catch.__exit__(*error)  # type: ignore[arg-type]
-        for w in self._caught or ():
+        for w in self._caught:
             if not issubclass(w.category, RuntimeWarning):  # not ours to keep
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-            elif str(w.message) not in self.texts:
-                self.texts.append(str(w.message))
+
+    @property
+    def texts(self) -> list[str]:
+        """So far."""
+        return list(dict.fromkeys(str(w.message) for w in self._caught if issubclass(w.category, RuntimeWarning)))

@@ -66,9 +66,12 @@ def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool
         "threads": config.threads or torch.get_num_threads(),
     }
     resolved = config.resolved | settled
-    drafter = type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
-    slug = f"{drafter}-{source.label}".replace("/", "_")
+    slug = f"{_drafter(config)}-{source.label}".replace("/", "_")
     return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
+
+
+def _drafter(config: RunConfig) -> str:
+    return type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
         folder = _folder(config, what, started)
-        title = f"{what.slug}, {type(config.acceptance).__name__.lower()}"
+        title = f"{source.label}: {_drafter(config)}, {type(config.acceptance).__name__.lower()}"
         title += f", {what.task.label}" if what.task else ", quality"
         job = "both" if speed and config.quality.tasks else "speed" if speed else "quality"
         tracker = config.tracking.open(RunInfo(what.key, title, job, folder, what.resolved, sweep))

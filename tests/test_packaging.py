@@ -72,6 +72,7 @@ def _project() -> dict[str, Any]:
 def test_every_direct_dependency_is_pinned_within_its_range():
     project = _project()["project"]
     asked = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    asked = [line for line in asked if not line.startswith("decodelab[")]  # an extra that takes in another
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     pins = {name: version for name, _, version in (line.partition("==") for line in lines)}
     assert pins["torch"] == "2.13.0"

@@ -33,6 +33,7 @@ SCHEMA: dict[str, set[str]] = {
 }  # fmt: skip
 ADDED: dict[str, set[str]] = {
     "": {"profile"},
+    "digests": {"quality"},
     "provenance": {"dtype_reason", "clock_mhz", "omp_wait_policy"},
     "baseline": {"burst"},
     "strategy": {"burst", "steps", "steps_without_draft"},

@@ -282,7 +282,7 @@ def test_compare_on_a_task(lm: LanguageModel, tmp_path: Path):
         ({"prompts": [[1, 2]]}, "^prompts must be a list with at least one text, or TaskSettings$"),
         ({"prompts": ["ab", ""]}, "^1: the prompt has no tokens"),
         ({"batch": 0}, "^batch must be at least 1, got 0$"),
-        ({"timing": "never"}, "^timing must be paired or untimed, got 'never'$"),
+        ({"timing": "never"}, "^timing must be paired, anchored or untimed, got 'never'$"),
         ({"drafting": "prompt"}, "^drafting=prompt is unknown"),
         ({"max_new_tokens": 0}, "^task.max_new_tokens=0: at least 1$"),
     ],
