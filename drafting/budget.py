@@ -99,9 +99,7 @@ def allocate(
             for fill, s in offered:
                 none *= 1 - (fill * s[position] if position < len(s) else 0.0)
             tokens += 1 - none
-        seconds = profile.at(batch * (1 + used)) + sum(
-            e.cost_s for r, e in zip(rows, estimates, strict=True) if r
-        )
+        seconds = profile.at(batch * (1 + used)) + sum(e.cost_s for r, e in zip(rows, estimates, strict=True) if r)
         if tokens / seconds > best_rate:
             best, best_rate = list(rows), tokens / seconds
     return best

@@ -15,6 +15,8 @@ from ..decoding.errors import UserError
 from ..decoding.noise import Noise
 from .budget import Estimate, allocate
 
+Order = Literal["together", "first"]
+Budget = int | Literal["auto"] | None
 CONTEXT = 256  # committed tokens behind which T(k) is measured
 
 
@@ -29,8 +31,8 @@ class Merge:
     """
 
     members: tuple[DrafterSettings, ...]
-    order: Literal["together", "first"] = "together"
-    budget: int | Literal["auto"] | None = None
+    order: Order = "together"
+    budget: Budget = None
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -59,7 +61,7 @@ class Merge:
         if self.budget == "auto":
             context = min(CONTEXT, resources.target.config.max_positions // 2)
             profile = measure_target(resources.target, context=context, repeats=3)
-        return Merged(self, members, profile)
+        return Merged(members, self.order, self.budget, profile)
 
 
 @dataclass(slots=True)
@@ -78,8 +80,9 @@ class State:
 class Merged:
     """The members with their weights."""
 
-    settings: Merge
     members: tuple[Drafter[Any], ...]
+    order: Order = "together"
+    budget: Budget = None
     profile: Profile | None = None
 
     @property
@@ -96,7 +99,7 @@ class Merged:
 
     @property
     def gives(self) -> Gives:
-        return _gives([m.gives for m in self.members], self.settings.order, self.settings.budget)
+        return _gives([m.gives for m in self.members], self.order, self.budget)
 
     def start(self, requests: Sequence[Opened]) -> list[State]:
         started = [m.start(requests) for m in self.members]
@@ -131,7 +134,7 @@ class Merged:
 
     def _settled(self, s: State, m: int) -> bool:
         """Whether a member before has the step to itself."""
-        return self.settings.order == "first" and any(s.drafts[:m])
+        return self.order == "first" and any(s.drafts[:m])
 
     def _shares(self, s: State, room: Room, batch: int) -> list[Room]:
         most = [min(m.gives.rows, room.rows) for m in self.members]
@@ -143,7 +146,7 @@ class Merged:
         for m, d in zip(most, depth, strict=True):
             rows = min(m, left)
             shares.append(Room(d, rows))
-            left -= 0 if self.settings.order == "first" else rows
+            left -= 0 if self.order == "first" else rows
         return shares
 
     def observe(self, states: Sequence[State], seen: Sequence[Seen]) -> list[State]:

@@ -1,7 +1,6 @@
 """The Python interface: `load`, `generate`, `compare`, `load_runs`."""
 
 import hashlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
@@ -19,10 +17,11 @@ from ..decoding.events import Generation, finish
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, named, open_source
-from .compose import groups
+from .compose import described, groups
 from .composition import resolve_device, resolve_dtype, resolve_pair
 from .config import DTYPES, RunConfig
-from .construct import Constructor, did_you_mean
+from .construct import Constructor
+from .files import read_result, result_files
 from .hardware import describe_device, load_average, peak_memory_bytes, peaks
 from .items import Item, Message
 from .lab import Heard, Lab, build_lab, draft_digest
@@ -89,30 +88,11 @@ def load(
 
 def part(group: str, chosen: Any, expected: Any) -> Any:
     """A part by its option's name, by a mapping with `name` and keys to change, or as settings built already."""
-    if isinstance(chosen, str):
-        chosen = {"name": chosen}
     if isinstance(chosen, expected):
         return chosen
-    if not isinstance(chosen, Mapping):
+    if not isinstance(chosen, str | Mapping):
         raise UserError(f"{group} must be a name, a mapping with name and keys, or settings; got {chosen!r}")
-    keys, options = dict(chosen), groups()[group]
-    if "name" not in keys:
-        raise UserError(f"{group} is a mapping without name: give one of {', '.join(options)}")
-    if (name := keys.pop("name")) not in options:
-        raise UserError(
-            f"{group}={name} is unknown: {did_you_mean(str(name), options)}options are {', '.join(options)}"
-        )
-    content = yaml.safe_load(options[name].read_text(encoding="utf-8"))
-    return Constructor().build(_merged(content, keys), expected, group)
-
-
-def _merged(content: Any, keys: Mapping[str, Any]) -> Any:
-    out = dict(content)
-    for key, value in keys.items():
-        out[key] = (
-            _merged(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
-        )
-    return out
+    return Constructor().build(described(group, chosen, groups()[group]), expected, group)
 
 
 def _lab(lm: LanguageModel, settings: DrafterSettings, rule: Acceptance) -> Lab:
@@ -282,9 +262,5 @@ def load_runs(*folders: str | Path) -> "pd.DataFrame":
         root = Path(folder).expanduser()
         if not root.exists():
             raise UserError(f"there is no folder {folder}; a run writes to outputs/ unless output=DIR says otherwise")
-        for file in sorted([root] if root.name == "result.json" else root.rglob("result.json")):
-            try:
-                rows.append({**json.loads(file.read_text(encoding="utf-8")), "folder": str(file.parent)})
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file} is not a whole result ({error.msg}); delete it and run again") from error
+        rows += [{**read_result(file), "folder": str(file.parent)} for file in result_files(root)]
     return pd.json_normalize(rows)

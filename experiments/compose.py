@@ -164,11 +164,44 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
         if key not in known:
             raise UnknownKeyError(key, known)
     trusted = Constructor().build(content["trusted"], tuple[str, ...], "trusted")
+    content = content | {"drafting": _with_members(content["drafting"], options["drafting"])}
     try:
         config = Constructor(trusted).call(RunConfig, content)
     except UnknownKeyError as error:
         raise UserError(f"{error}{_owners(error.key, options)}") from None
     return replace(config, resolved=content)
+
+
+def _with_members(drafting: Any, options: Mapping[str, Path]) -> Any:
+    """The members of a merge, at any depth, with the keys of the options that they name."""
+    if not isinstance(drafting, dict) or not isinstance(drafting.get("members"), list):
+        return drafting
+    return drafting | {"members": [described("drafting.members", member, options) for member in drafting["members"]]}
+
+
+def described(group: str, chosen: Any, options: Mapping[str, Path]) -> dict[str, Any]:
+    """The content of an option by its name, or by a mapping with `name` and the keys to change."""
+    if isinstance(chosen, Mapping) and "_target_" in chosen:
+        return _with_members(dict(chosen), options)
+    chosen = {"name": chosen} if isinstance(chosen, str) else chosen
+    if not isinstance(chosen, Mapping):
+        raise UserError(f"{group} must be a name, or a mapping with name and keys; got {chosen!r}")
+    keys = dict(chosen)
+    if "name" not in keys:
+        raise UserError(f"{group} is a mapping without name: give one of {', '.join(options)}")
+    if (name := keys.pop("name")) not in options:
+        raise UserError(
+            f"{group}={name} is unknown: {did_you_mean(str(name), options)}options are {', '.join(options)}"
+        )
+    return _with_members(_changed(yaml.safe_load(options[name].read_text(encoding="utf-8")), keys), options)
+
+
+def _changed(content: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(content)
+    for key, value in keys.items():
+        nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = _changed(out[key], value) if nested else value
+    return out
 
 
 def _top_level() -> tuple[str, ...]:

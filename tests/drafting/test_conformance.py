@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from decodelab import testing
 from decodelab.decoding.draft import Resources
 from decodelab.drafting.draft_model import DraftModel, ModelDrafter
+from decodelab.experiments.compose import described, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.tests.tiny import tiny_decoder
 
-FOLDER = Path(testing.__file__).parent / "configs" / "drafting"
+OPTIONS = groups()["drafting"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,12 @@ BUILDERS: dict[str, Callable[..., object]] = {"draft_model": WithTinyModel}
 
 
 def _configured(name: str) -> object:
-    config = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"))
-    settings = Constructor().build(config, object, "drafting")
+    settings = Constructor().build(described("drafting", name, OPTIONS), object, "drafting")
     return BUILDERS[name](settings) if name in BUILDERS else settings
 
 
 @pytest.mark.parametrize("check", testing.DRAFTER_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_drafter(name, check):
     check(lambda: _configured(name))
 
