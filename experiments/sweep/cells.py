@@ -1,0 +1,152 @@
+"""A cell of a sweep and its folder: what was asked (`job.json`), how it went (`status.json`), what came out
+(`result.json`), what was said (`log.txt`). The manifest of a sweep is nothing but its folders, scanned."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ..compose import Cell
+
+Status = Literal[
+    "done",
+    "broken",  # it ran, and its output is not the target's
+    "failed",  # an exception, a signal, an exit
+    "out_of_memory",  # also a process that something killed
+    "timeout",
+    "refused",  # the configuration cannot work
+    "interrupted",  # by Ctrl-C; what was finished is kept
+    "lost",  # it was running when the sweep was killed
+    "running",
+    "not started",  # the sweep stopped before it: too many failures, or no time left
+]
+JOB, STATUS, RESULT, LOG = "job.json", "status.json", "result.json", "log.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is asked. `group`: cells of one group share a loaded target; `code`: a digest of the sources."""
+
+    key: str
+    label: str
+    job: str
+    overrides: tuple[str, ...]
+    config_dirs: tuple[str, ...]
+    threads: int | None
+    group: str
+    code: str
+    sweep: str
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How it went. `detail`: one line, why; `seconds`: from the worker's begin of the cell to its end."""
+
+    status: Status
+    detail: str = ""
+    started_at: str | None = None
+    seconds: float | None = None
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CellOutcome:
+    """A cell that was run, skipped or refused. `result`: what result.json holds, of a cell that is done or broken."""
+
+    status: Status
+    key: str
+    folder: Path
+    result: Mapping[str, Any] | None
+    seconds: float | None
+    detail: str = ""
+    label: str = ""
+    stale: bool = False  # done by another version of the code
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """What runs one cell after another; a search asks it for values."""
+
+    def run_cell(self, cell: Cell) -> CellOutcome:
+        """Skips what is done. Raises KeyboardInterrupt after Ctrl-C, once the cell's finished prompts are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A cell's folder, read."""
+
+    folder: Path
+    job: Job
+    state: State
+    result: Mapping[str, Any] | None
+
+    def outcome(self, code: str | None = None) -> CellOutcome:
+        """`code`: of the sources now."""
+        s = self.state
+        stale = s.status == "done" and code not in (None, self.job.code)
+        return CellOutcome(s.status, self.job.key, self.folder, self.result, s.seconds, s.detail, self.job.label, stale)
+
+
+def scan(folder: Path, *, live: bool = False) -> list[Found]:
+    """The cells of a sweep's folder, by their names. `live`: a sweep is at work in it, so one may be running."""
+    return [found for at in sorted(folder.glob(f"*/{JOB}")) if (found := read(at.parent, live=live)) is not None]
+
+
+def read(folder: Path, *, live: bool = False) -> Found | None:
+    """None where no cell was. A result that is whole decides, whatever became of the process that wrote it."""
+    job, state = _json(folder / JOB), _json(folder / STATUS)
+    try:
+        asked = Job(**{**job, "overrides": tuple(job["overrides"]), "config_dirs": tuple(job["config_dirs"])})
+    except (TypeError, KeyError):  # no job of ours, or of another version
+        return None
+    try:
+        went = State(**state)
+    except TypeError:
+        went = State("running")  # killed before the worker wrote its first word
+    result = _json(folder / RESULT)
+    if went.status in ("done", "broken", "running", "interrupted"):
+        if result.get("key") == asked.key:
+            went = replace(went, status=result["status"])
+        elif went.status != "interrupted" and not (live and went.status == "running"):
+            went = replace(went, status="lost", detail=_LOST[went.status])
+    return Found(folder, asked, went, result if went.status in ("done", "broken", "interrupted") and result else None)
+
+
+_LOST: Mapping[str, str] = {
+    "running": "its process was gone when the sweep was started again",
+    "done": "its result.json is gone",
+    "broken": "its result.json is gone",
+}
+
+
+def write(folder: Path, content: Job | State) -> None:
+    """Whole or not at all."""
+    from ..result import write_atomic
+
+    name = JOB if isinstance(content, Job) else STATUS
+    write_atomic(folder / name, json.dumps(asdict(content), indent=1) + "\n")
+
+
+def last_line(folder: Path) -> str:
+    """Of the cell's log, without blank ones."""
+    try:
+        with (folder / LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 2000))
+            return next(_backwards(file.read().decode("utf-8", errors="replace")), "")
+    except OSError:
+        return ""
+
+
+def _backwards(text: str) -> Iterator[str]:
+    return (line.strip() for line in reversed(text.splitlines()) if line.strip())
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Empty where there is none, or none of ours."""
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
