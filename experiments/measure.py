@@ -6,11 +6,12 @@ Outputs are compared with the plain decoder's, the oracle, whichever plain decod
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,15 +19,17 @@ from ..decoding.errors import UserError
 from ..decoding.events import Generation, finish
 from ..decoding.model.storage import cache_dir, explained
 from ..decoding.request import Request
-from . import exactness
+from . import exactness, metrics
 from .compare_hf import HfPeer
 from .exactness import Divergence
 from .hardware import describe_device
 from .items import Item
-from .lab import Lab
+from .lab import Baseline, Lab
 from .tasks import Task, TaskSettings, encode, encode_documents
 
 WARM_TOKENS = 24
+LEAST_ANCHORS, ANCHOR_SHARE = 3, 0.1  # batches of prompts whose baseline an anchored cell times again
+DRIFT, RENEWED = 0.02, 0.1  # of the baseline since it was timed: what is told, and what makes it be timed anew
 
 
 @dataclass(slots=True)
@@ -49,12 +52,25 @@ class Sample:
         return self.request.prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How the baseline was timed. `baseline`: here, beside the strategy; stored, by an earlier cell of this worker;
+    anew, by this cell behind the strategy, because the stored one had drifted; None: not at all. `anchors`: batches of
+    prompts whose stored baseline was timed again; `drift`: their decode seconds now ÷ then."""
+
+    mode: str = "paired"
+    baseline: Literal["here", "stored", "anew"] | None = "here"
+    anchors: int | None = None
+    drift: float | None = None
+
+
 @dataclass(slots=True)
 class Measurement:
-    """What was run. `timed`: both sides were, in turn; `interrupted`: by Ctrl-C, so that samples are missing."""
+    """What was run. `timed`: both sides were; `interrupted`: by Ctrl-C, so that samples are missing."""
 
     timed: bool
     samples: list[Sample] = field(default_factory=list)
+    timing: Timing = Timing()
     baseline_kind: str = "plain decoder"
     interrupted: bool = False
     warnings: list[str] = field(default_factory=list)
@@ -63,17 +79,20 @@ class Measurement:
 class Sides:
     """Both sides of the comparison. Neither may be timed before it has been warmed up."""
 
-    def __init__(self, lab: Lab, seed: int) -> None:
+    def __init__(self, lab: Lab, seed: int, kind: str | None = None) -> None:
+        """`kind`: which plain decoding is the baseline, where an earlier cell has found that out."""
         self._lab, self._seed = lab, seed
         self._warm = False
-        self.baseline_kind = "drafting=none"
+        plain = {"drafting=none": lab.undrafted, "plain decoder": lab.plain}
+        self._plain = plain if kind is None else {kind: plain[kind]}
+        self.baseline_kind = next(iter(self._plain))
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Each side twice; the plain decoding whose better run was the faster becomes the baseline."""
         short = [_shortened(r, WARM_TOKENS) for r in requests]
         seconds: dict[str, float] = {}
         for _ in range(2):
-            for kind, run in (("drafting=none", self._lab.undrafted), ("plain decoder", self._lab.plain)):
+            for kind, run in self._plain.items():
                 done = finish(run(short, self._seed))
                 spent = max(g.latency_s for g in done) - max(g.ttft_s for g in done)
                 seconds[kind] = min(spent, seconds.get(kind, spent))
@@ -83,8 +102,7 @@ class Sides:
 
     def baseline(self, requests: Sequence[Request]) -> list[Generation]:
         assert self._warm, "timed before its warm-up"
-        run = self._lab.plain if self.baseline_kind == "plain decoder" else self._lab.undrafted
-        return finish(run(requests, self._seed))
+        return finish(self._plain[self.baseline_kind](requests, self._seed))
 
     def strategy(self, requests: Sequence[Request]) -> list[Generation]:
         assert self._warm, "timed before its warm-up"
@@ -93,6 +111,54 @@ class Sides:
 
 def _shortened(r: Request, tokens: int) -> Request:
     return replace(r, stop=replace(r.stop, max_new_tokens=min(tokens, r.stop.max_new_tokens)))
+
+
+class Anchored:
+    """A baseline that an earlier cell timed. A few of its units, spread over the task, are timed again."""
+
+    def __init__(self, stored: Baseline) -> None:
+        n = len(stored.units)
+        count = min(n, max(LEAST_ANCHORS, round(ANCHOR_SHARE * n)))
+        self.stored = stored
+        self.anchors = [(2 * i + 1) * n // (2 * count) for i in range(count)]
+        self.renewed = False
+        self._again: dict[int, list[Generation]] = {}
+
+    @property
+    def drift(self) -> float | None:
+        """Decode seconds of the anchors now ÷ then, a ratio of sums; None before any, and where nothing was decoded."""
+        now = sum(map(metrics.decode_seconds, self._again.values()))
+        return metrics.ratio(now, sum(metrics.decode_seconds(self.stored.units[unit]) for unit in self._again))
+
+    def drifted_by(self, bound: float) -> bool:
+        return self.drift is not None and abs(self.drift - 1) > bound
+
+    def both(self, sides: Sides, requests: list[Request], unit: int) -> tuple[list[Generation], list[Generation]]:
+        """The stored baseline and the strategy; at an anchor the baseline runs as well, in turn with it."""
+        if unit not in self.anchors:
+            return self.stored.units[unit], sides.strategy(requests)
+        self._again[unit], strategy = _both(sides, requests, self.anchors.index(unit))
+        return self.stored.units[unit], strategy
+
+    def renew(self, sides: Sides, samples: Sequence[Sample]) -> None:
+        """The whole baseline anew, behind the strategy; the anchors were timed beside it."""
+        now = [self._again.get(i) or sides.baseline([s.request for s in unit]) for i, unit in enumerate(units(samples))]
+        for sample, again in zip(samples, chain.from_iterable(now), strict=True):
+            sample.baseline = again
+        self.renewed = True
+
+    @property
+    def timing(self) -> Timing:
+        return Timing("anchored", "anew" if self.renewed else "stored", len(self._again), self.drift)
+
+    def warnings(self) -> list[str]:
+        if self.drift is None or not self.drifted_by(DRIFT):
+            return []
+        moved = f"the baseline of {len(self._again)} anchors takes {100 * self.drift:.1f} % of the time"
+        moved += " that it took when this worker timed it"
+        if self.renewed:
+            return [f"{moved}: it was timed anew, behind the strategy"]
+        return [f"{moved}: speedups read too {'low' if self.drift > 1 else 'high'} by about as much"]
 
 
 def measure(
@@ -104,13 +170,21 @@ def measure(
     batch: int,
     timing: str,
     hf: HfPeer | None = None,
+    baselines: MutableMapping[str, Baseline] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Measurement:
-    """Run every prompt on both sides. Ctrl-C keeps the prompts that are finished (`interrupted`)."""
+    """Run every prompt on both sides. Ctrl-C keeps the prompts that are finished (`interrupted`).
+
+    `timing=anchored` takes the baseline from `baselines` if it is there, and puts it there if not.
+    """
     first = [_request(lab, item, (), settings) for item in task.items]  # what is wrong with one is said before any runs
     total = sum(item.turns for item in task.items)
-    sides, plain = Sides(lab, seed), Plain.open(lab, seed, batch)
-    out = Measurement(timed=timing == "paired")
+    plain = Plain.open(lab, seed, batch)
+    kept = baselines if baselines is not None and timing == "anchored" else {}
+    key = _digest([*_circumstances(lab, seed, batch), lab.acceptance, torch.get_num_threads(), task.digest, settings])
+    anchored = Anchored(kept[key]) if key in kept else None
+    sides = Sides(lab, seed, anchored.stored.kind if anchored else None)
+    out = Measurement(timed=timing != "untimed", timing=Timing(timing, "here" if timing != "untimed" else None))
     try:
         for unit, (names, items, requests) in enumerate(_units(lab, task, settings, batch, first, out)):
             if unit == 0 and out.timed:
@@ -119,7 +193,7 @@ def measure(
                 sides.warm_up(requests)
                 out.baseline_kind = sides.baseline_kind
             if out.timed:
-                baseline, strategy = _both(sides, requests, unit)
+                baseline, strategy = (anchored.both if anchored else _both)(sides, requests, unit)
                 expected = baseline if out.baseline_kind == "plain decoder" else plain.get(lab, requests, seed)
             else:
                 baseline = expected = plain.get(lab, requests, seed)
@@ -139,10 +213,17 @@ def measure(
             out.samples += samples
             if progress is not None:
                 progress(len(out.samples), total, _running(out))
+        if anchored is not None and anchored.drifted_by(RENEWED):
+            anchored.renew(sides, out.samples)
+        if anchored is None or anchored.renewed:
+            kept[key] = Baseline(out.baseline_kind, tuple([s.baseline for s in unit] for unit in units(out.samples)))
     except KeyboardInterrupt:
         if not out.samples:
             raise
         out.interrupted = True
+    if anchored is not None:
+        out.timing = anchored.timing
+        out.warnings += anchored.warnings()
     return out
 
 
@@ -187,6 +268,14 @@ def _both(sides: Sides, requests: list[Request], unit: int) -> tuple[list[Genera
         return sides.baseline(requests), strategy
     baseline = sides.baseline(requests)
     return baseline, sides.strategy(requests)
+
+
+def units(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples by the batch they ran in."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.unit, []).append(sample)
+    return list(found.values())
 
 
 def _divergence(lab: Lab, sample: Sample, requests: Sequence[Request], index: int, seed: int) -> Divergence | None:
@@ -245,11 +334,7 @@ class Plain:
 
     @staticmethod
     def open(lab: Lab, seed: int, batch: int) -> "Plain":
-        law, target = lab.acceptance.law(), lab.target
-        parts = [lab.source.digest, target.config, target.dtype, target.implementation, describe_device(target.device)]
-        parts += [torch.__version__, law, seed if law.sample else None, batch, lab.eos_ids, _code_digest()]
-        name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-        return Plain(cache_dir() / "baselines" / f"{name}.jsonl")
+        return Plain(cache_dir() / "baselines" / f"{_digest(_circumstances(lab, seed, batch))[:24]}.jsonl")
 
     def get(self, lab: Lab, requests: list[Request], seed: int) -> list[Generation]:
         keys = [_prompt_key(r, requests) for r in requests]
@@ -271,10 +356,20 @@ class Plain:
         return done
 
 
+def _circumstances(lab: Lab, seed: int, batch: int) -> list[Any]:
+    """What plain decoding's tokens depend on, all but the prompts."""
+    law, target = lab.acceptance.law(), lab.target
+    parts = [lab.source.digest, target.config, target.dtype, target.implementation, describe_device(target.device)]
+    return [*parts, torch.__version__, law, seed if law.sample else None, batch, lab.eos_ids, _code_digest()]
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def _prompt_key(r: Request, batch: Sequence[Request]) -> str:
     """Batch mates are part of it: in half precision they may move a near-tie."""
-    what = [r.prompt, r.stop.limit, r.stop.stop, [m.prompt for m in batch if m is not r]]
-    return hashlib.sha256(repr(what).encode()).hexdigest()
+    return _digest([r.prompt, r.stop.limit, r.stop.stop, [m.prompt for m in batch if m is not r]])
 
 
 def _code_digest() -> str:

@@ -24,6 +24,11 @@ def tpot(g: Generation) -> float | None:
     return g.decode_s / (len(g.tokens) - 1) if len(g.tokens) > 1 else None
 
 
+def decode_seconds(batch: Sequence[Generation]) -> float:
+    """From the last prefill's end to the last token: what the steps of one batch took."""
+    return max(g.latency_s for g in batch) - max(g.ttft_s for g in batch)
+
+
 def timing(done: Sequence[Generation], timed: bool = True) -> dict[str, Any]:
     """Speed of one side over its prompts; all but `tokens` None where it was not timed.
 

@@ -41,7 +41,7 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
     p, strategy = r["provenance"], r["strategy"]
     timed = strategy is not None and strategy["ttft_s"] is not None
     spoken = "" if strategy is None else f" · {r['prompts']} prompts{'' if timed else ' · untimed'}"
-    yield [Text(title, style="bold"), Text(f"{p['device']} · {p['dtype']}{spoken}")]
+    yield [Text(title, style="bold"), Text(f"{p['device']} · {p['dtype']}{spoken}"), *_anchored(r["timing"])]
     if strategy is None:
         return
     yield [_comparison(r)]
@@ -61,6 +61,14 @@ def _table(*columns: str) -> Table:
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table
+
+
+def _anchored(timing: Mapping[str, Any] | None) -> Iterator[Text]:
+    """Where the baseline is not of this run alone."""
+    if timing is not None and timing["baseline"] in ("stored", "anew"):
+        drift = "" if timing["drift"] is None else f", which drifted by {100 * (timing['drift'] - 1):+.1f} %"
+        source = "timed by an earlier cell" if timing["baseline"] == "stored" else "timed anew, behind the strategy"
+        yield Text(f"baseline {source}; {timing['anchors']} anchors timed again{drift}")
 
 
 def _comparison(r: Mapping[str, Any]) -> Table:

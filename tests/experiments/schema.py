@@ -30,9 +30,10 @@ SCHEMA: dict[str, set[str]] = {
     "memory": {"weights_bytes", "kv_bytes", "kv_bytes_formula", "peak_bytes"},
     "decode": {"mbu", "mbu_textbook"},
     "prefill": {"mfu_useful", "mfu_hardware"},
+    "timing": {"mode", "baseline", "anchors", "drift"},
 }  # fmt: skip
 ADDED: dict[str, set[str]] = {
-    "": {"profile"},
+    "": {"profile", "timing"},
     "digests": {"quality"},
     "provenance": {"dtype_reason", "clock_mhz", "omp_wait_policy"},
     "baseline": {"burst"},

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Generation
 from decodelab.drafting.none import Nothing
 from decodelab.experiments import measure as module
-from decodelab.experiments.lab import Lab
-from decodelab.experiments.measure import WARM_TOKENS, Measurement, Sides, measure
+from decodelab.experiments import metrics
+from decodelab.experiments.lab import Baseline, Lab
+from decodelab.experiments.measure import WARM_TOKENS, Anchored, Measurement, Sides, Timing, measure
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.experiments.tiny_lab import PROMPTS, talk, texts, tiny_lab
 from decodelab.tests.tiny import tiny_decoder
@@ -312,3 +314,157 @@ def test_progress_says_how_far_it_is(calls: list):
     assert [done for done, _, _ in told] == [0, 1, 2]
     assert told[-1][2].startswith("speedup ")
     assert told[-1][2].endswith("x, 2/2 identical")
+
+
+def anchored(lab: Lab, kept: dict[str, Any], task: Any = None, **options: Any) -> Measurement:
+    """A cell of a worker that has timed the baselines `kept`."""
+    return run(lab, texts(*"abcdefgh") if task is None else task, timing="anchored", baselines=kept, **options)
+
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the seconds that a token of the plain decoder takes from now on; the loop takes ten a step."""
+    now = [1.0]
+
+    def paced(run: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+        def timed(self: Lab, *args: Any, **options: Any) -> Iterator[list[Generation]]:
+            for done in run(self, *args, **options):
+                for g in done:
+                    g.delivered = [(seconds[0] * i, n) for i, (_, n) in enumerate(g.delivered, 1)]
+                yield done
+
+        return timed
+
+    monkeypatch.setattr(Lab, "plain", paced(Lab.plain, now))
+    monkeypatch.setattr(Lab, "undrafted", paced(Lab.undrafted, [10.0]))
+    monkeypatch.setattr(Lab, "strategy", paced(Lab.strategy, [10.0]))
+    return lambda seconds: now.__setitem__(0, seconds)
+
+
+def test_a_later_cell_times_a_few_baselines_again(calls: list, pace: Callable[[float], None]):
+    """Three of eight prompts, spread over the task, in turn with the strategy; the speedup is over the first cell's."""
+    kept: dict[str, Any] = {}
+    first = anchored(tiny_lab(), kept)
+    assert first.timing == Timing("anchored", "here", None, None)
+    assert [side for side, _, tokens in calls[6:]] == ["plain", "strategy", "strategy", "plain"] * 4
+    calls.clear()
+    pace(1.015)
+    second = anchored(tiny_lab(Nothing()), kept)
+    sides = [side for side, _, _ in calls]
+    assert sides[:4] == ["plain", "strategy"] * 2
+    once, first_plain, first_ours = ["strategy"], ["plain", "strategy"], ["strategy", "plain"]
+    assert sides[4:] == [*once, *first_plain, *once * 2, *first_ours, *once, *first_plain, *once]
+    assert second.timing == Timing("anchored", "stored", 3, pytest.approx(1.015))
+    assert not second.warnings
+    for a, b in zip(first.samples, second.samples, strict=True):
+        assert b.baseline is a.baseline
+        assert b.plain == a.plain == b.strategy.tokens
+        assert b.divergence is None
+
+
+@pytest.mark.parametrize(("seconds", "reads"), [(1.05, "low"), (0.95, "high")])
+def test_a_drift_is_told(seconds: float, reads: str, pace: Callable[[float], None]):
+    kept: dict[str, Any] = {}
+    anchored(tiny_lab(), kept)
+    pace(seconds)
+    found = anchored(tiny_lab(), kept)
+    assert found.warnings == [
+        f"the baseline of 3 anchors takes {100 * seconds:.1f} % of the time that it took when this worker timed it: "
+        f"speedups read too {reads} by about as much"
+    ]
+    assert found.timing == Timing("anchored", "stored", 3, pytest.approx(seconds))
+    assert {metrics.tpot(s.baseline) for s in found.samples} == {1.0}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_baseline_that_drifted_far_is_timed_anew(batch: int, calls: list, pace: Callable[[float], None]):
+    """Over 10 %: what the anchors did not time is timed behind the strategy, and is what the next cell takes."""
+    kept: dict[str, Any] = {}
+    anchored(tiny_lab(), kept, batch=batch)
+    pace(1.2)
+    calls.clear()
+    found = anchored(tiny_lab(), kept, batch=batch)
+    cells = -(-8 // batch)
+    assert [side for side, _, _ in calls[4:]].count("plain") == cells
+    assert [n for side, n, _ in calls[4:] if side == "plain"].count(batch) == 8 // batch
+    assert found.timing == Timing("anchored", "anew", 3, pytest.approx(1.2))
+    assert found.warnings == [
+        "the baseline of 3 anchors takes 120.0 % of the time that it took when this worker timed it: "
+        "it was timed anew, behind the strategy"
+    ]
+    assert all(metrics.tpot(s.baseline) == pytest.approx(1.2) for s in found.samples)
+    assert all(s.baseline.tokens == s.plain and s.divergence is None for s in found.samples)
+    third = anchored(tiny_lab(), kept, batch=batch)
+    assert third.timing == Timing("anchored", "stored", 3, pytest.approx(1.0))
+    assert [s.baseline for s in third.samples] == [s.baseline for s in found.samples]
+
+
+@pytest.mark.parametrize(
+    ("change", "stored"),
+    [
+        ({}, "stored"),
+        ({"seed": 1}, "stored"),
+        ({"digest": "other"}, "here"),
+        ({"target": tiny_decoder(dtype=torch.float64, scale=4.0)}, "here"),
+        ({"rule": Greedy(repetition_penalty=1.5)}, "here"),
+        ({"task": texts("ab", "cd", tokens=13)}, "here"),
+        ({"task": (replace(texts("ab", "cd")[0], digest="other"), texts("ab", "cd")[1])}, "here"),
+        ({"batch": 2}, "here"),
+        ({"threads": 2}, "here"),
+    ],
+)
+def test_a_baseline_is_kept_under_all_that_it_depends_on(change: dict[str, Any], stored: str):
+    kept: dict[str, Any] = {}
+    anchored(tiny_lab(), kept, texts("ab", "cd"))
+    options = {name: change.pop(name) for name in ("seed", "batch") if name in change}
+    task = change.pop("task", texts("ab", "cd"))
+    torch.set_num_threads(change.pop("threads", 1))
+    try:
+        found = anchored(tiny_lab(**change), kept, task, **options)
+    finally:
+        torch.set_num_threads(1)
+    assert found.timing.baseline == stored
+    assert len(kept) == (1 if stored == "stored" else 2)
+
+
+def test_every_prompt_of_a_short_task_is_an_anchor_and_of_a_long_one_a_tenth():
+    for n, anchors in ((1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (8, [1, 4, 6]), (40, [5, 15, 25, 35])):
+        assert Anchored(Baseline("plain decoder", ([],) * n)).anchors == anchors
+
+
+def test_later_turns_of_an_anchored_cell_follow_the_stored_answers(pace: Callable[[float], None]):
+    kept: dict[str, Any] = {}
+    task = talk(("ab", "and", "then"), ("cd", "so"))
+    first, second = (anchored(tiny_lab(), kept, task, batch=2) for _ in range(2))
+    assert second.timing.baseline == "stored"
+    assert [s.prompt for s in second.samples] == [s.prompt for s in first.samples]
+
+
+def test_an_interrupted_cell_keeps_no_baseline(monkeypatch: pytest.MonkeyPatch):
+    honest, begun = Lab.strategy, []
+
+    def interrupted(self: Lab, requests: Any, seed: int = 0, **options: Any) -> Any:
+        begun.append(requests)
+        if len(begun) == 5:
+            raise KeyboardInterrupt
+        return honest(self, requests, seed, **options)
+
+    monkeypatch.setattr(Lab, "strategy", interrupted)
+    kept: dict[str, Any] = {}
+    assert anchored(tiny_lab(), kept).interrupted
+    assert kept == {}
+
+
+def test_nothing_decoded_has_no_drift():
+    kept: dict[str, Any] = {}
+    for _ in range(2):
+        found = anchored(tiny_lab(), kept, texts("ab", "cd", tokens=1))
+    assert found.timing == Timing("anchored", "stored", 2, None)
+    assert not found.warnings
+
+
+def test_other_timings_keep_nothing():
+    kept: dict[str, Any] = {}
+    for timing, baseline in (("paired", "here"), ("untimed", None)):
+        assert run(tiny_lab(), texts("ab"), timing=timing, baselines=kept).timing == Timing(timing, baseline)
+    assert kept == {}
