@@ -51,6 +51,7 @@ class Lab:
         *,
         stop: Sequence[str] = (),
         documents: Sequence[Sequence[int]] = (),
+        sample: int = 0,
     ) -> Request:
         return request(
             prompt,
@@ -62,6 +63,7 @@ class Lab:
             stop=stop,
             documents=documents,
             tokenizer=self.tokenizer,
+            sample=sample,
             device=self.target.device,
         )
 

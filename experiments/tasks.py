@@ -68,7 +68,7 @@ class Task:
 def load_task(settings: TaskSettings) -> Task:
     """The items of a task, in the file's order; an id seen before gets the suffix `#2`, `#3`, …"""
     label, rows = _dataset(settings) if settings.dataset else _file(settings)
-    template = _template(settings)
+    template = read_template(settings.template, "task.template")
     digest = hashlib.sha256(b"" if template is None else template.encode())
     items = []
     for number, row in enumerate(islice(rows, settings.limit)):
@@ -106,7 +106,7 @@ def encode_documents(item: Item, tokenizer: Tokenizer) -> list[list[int]]:
 def _chat(item: Item, messages: list[dict[str, str]], tokenizer: Tokenizer, settings: TaskSettings) -> list[int]:
     from jinja2.exceptions import TemplateError
 
-    template = _template(settings)
+    template = read_template(settings.template, "task.template")
     if template is None and not tokenizer.chat_template:
         raise UserError(
             f"{item.id} is a conversation and the tokenizer has no chat template: "
@@ -126,10 +126,11 @@ def _chat(item: Item, messages: list[dict[str, str]], tokenizer: Tokenizer, sett
     return ids
 
 
-def _template(settings: TaskSettings) -> str | None:
-    if settings.template is None or "{{" in settings.template or "{%" in settings.template:
-        return settings.template
-    return _decoded(_read(Path(settings.template), "task.template"), f"task.template={settings.template!r}")
+def read_template(given: str | None, key: str) -> str | None:
+    """A chat template given as Jinja text or as a file's path. `key`: what a message calls it."""
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    return _decoded(_read(Path(given), key), f"{key}={given!r}")
 
 
 def _file(settings: TaskSettings) -> tuple[str, Iterator[Row]]:

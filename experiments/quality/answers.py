@@ -1,0 +1,80 @@
+"""What the model answered, kept as it comes: a run that was broken off asks nothing twice."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...decoding.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`value` is what lm-eval is given: a text without thoughts and stop strings; (log-likelihood, is greedy); or a
+    log-likelihood. `tokens`: emitted, or scored. `text`: a generation, whole. `truncated`: it ended by length. `cut`:
+    tokens of the prompt that the context had no room for.
+    """
+
+    value: Any
+    tokens: int
+    text: str | None = None
+    truncated: bool | None = None
+    cut: int = 0
+
+
+class Answers:
+    """Answers by request, for one `key`, which is a run's and so holds the digest of its weights: an answer of other
+    weights is never served (lm-eval#4063). With a `path` each is appended to a file, and those there are known."""
+
+    def __init__(self, path: Path | None = None, key: str = "") -> None:
+        self._key = key
+        self._known: dict[str, Answer] = {}
+        self._file: TextIO | None = None
+        if path is not None:
+            if path.exists():
+                self._recall(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def _recall(self, path: Path) -> None:
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # the writer was killed within a line
+            with path.open("r+b") as file:
+                file.truncate(whole)
+        for number, line in enumerate(content[:whole].splitlines(), 1):
+            try:
+                row = json.loads(line)
+                if row["key"] == self._key:
+                    self._known[row["request"]] = _read(row["answer"])
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{path}:{number} is no answer of a run; delete the file to ask everything anew"
+                ) from None
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def get(self, request: str) -> Answer | None:
+        return self._known.get(request)
+
+    def add(self, request: str, answer: Answer) -> None:
+        """Known from now on, also to a run that begins after this one was killed."""
+        self._known[request] = answer
+        if self._file is not None:
+            self._file.write(json.dumps({"key": self._key, "request": request, "answer": asdict(answer)}) + "\n")
+            self._file.flush()
+
+
+def request_digest(kind: str, arguments: Any, sample: int) -> str:
+    """`sample` tells repeated draws apart."""
+    return hashlib.sha256(json.dumps([kind, arguments, sample], sort_keys=True).encode()).hexdigest()
+
+
+def _read(row: dict[str, Any]) -> Answer:
+    value = row["value"]
+    return Answer(**row | {"value": tuple(value) if isinstance(value, list) else value})
