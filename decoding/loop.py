@@ -59,7 +59,7 @@ def decode(
         while live := _running(live, drafter, cache):
             marks = [clock.mark()]
             room = [s.room(cache, nodes, gives.depth) for s in live]
-            noise = [Noise(seed, s.request.key, len(s.out.tokens)) for s in live]
+            noise = [_noise(seed, s, acceptance) for s in live]
             marks.append(clock.mark())
             if any(r.rows for r in room):
                 drafts = each_of(drafter, "propose", drafter.propose([s.state for s in live], room, noise), live)
@@ -131,13 +131,18 @@ def _prefill(
         cache.commit({s.slot: range(len(piece))})
         pieces.append((at, len(piece), out))
     law = Law(s.request.processors, out.logits, s.tokens, argmax=out.logits.argmax(-1).tolist())
-    s.take(EMPTY, acceptance.judge(EMPTY, law, Noise(seed, s.request.key, 0)), out.logits)
+    s.take(EMPTY, acceptance.judge(EMPTY, law, _noise(seed, s, acceptance)), out.logits)
     marks.append(clock.mark())
     for at, size, out in pieces:
         told = drafter.observe([s.state], [seen_prompt(s, at, size, out, needs)])
         (s.state,) = each_of(drafter, "observe", told, [s])
     marks.append(clock.mark())
     return marks
+
+
+def _noise(seed: int, s: Live, acceptance: Acceptance) -> Noise:
+    emitted = len(s.out.tokens)
+    return Noise(seed, s.request.key, emitted, emitted if acceptance.reads == "all rows" else None)
 
 
 def _running(live: list[Live], drafter: Drafter[Any], cache: Cache) -> list[Live]:

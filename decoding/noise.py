@@ -9,7 +9,7 @@ from torch import Tensor
 _WORD = (1 << 64) - 1
 # SplitMix64 (Steele, Lea and Flood 2014): the increment and the two multipliers of its finaliser.
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_TARGET, _DRAFT, _ACCEPT = 1, 2, 3
+_TARGET, _DRAFT, _ACCEPT, _REST = 1, 2, 3, 4
 
 
 def mix(*words: int) -> int:
@@ -50,22 +50,32 @@ class Noise:
     """The noise of one request from token number `position` (of those generated) on.
 
     The target's draw at a position depends on (seed, request, position) alone. Draws of a drafter and of an acceptance
-    rule have streams of their own, with the sibling's index in the key: sharing them would bias the law.
+    rule have streams of their own, with the sibling's index in the key: sharing them would bias the law. `begin`: where
+    the step began, for rules that read all rows: what they keep depends on tokens behind it, so that no draw of a
+    position may return in a later step.
     """
 
     seed: int
     request: int
     position: int
+    begin: int | None = None
 
     def target(self, offset: int = 0) -> int:
         """The key of the target's own draw `offset` tokens ahead."""
-        return mix(self.seed, self.request, self.position + offset, _TARGET)
+        return self._key(offset, _TARGET)
 
     def draft(self, offset: int = 0, sibling: int = 0) -> int:
         """The key with which a drafter draws candidate number `sibling` at `offset`."""
-        return mix(self.seed, self.request, self.position + offset, _DRAFT, sibling)
+        return self._key(offset, _DRAFT, sibling)
+
+    def rest(self, offset: int = 0) -> int:
+        """The key of a rule's draw behind what it kept, where the drafter may have looked at the target's."""
+        return self._key(offset, _REST)
 
     def accept(self, offset: int = 0, sibling: int = 0) -> float:
         """The uniform that decides on candidate number `sibling` at `offset`."""
-        key = mix(self.seed, self.request, self.position + offset, _ACCEPT, sibling)
-        return (float(key >> 12) + 0.5) * 2.0**-52
+        return (float(self._key(offset, _ACCEPT, sibling) >> 12) + 0.5) * 2.0**-52
+
+    def _key(self, offset: int, *stream: int) -> int:
+        begun = () if self.begin is None else (self.begin,)
+        return mix(self.seed, self.request, self.position + offset, *stream, *begun)

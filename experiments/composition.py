@@ -96,21 +96,27 @@ def _stateful(law: LawSettings) -> list[str]:
 def _exactness(drafting: DrafterSettings, acceptance: Acceptance) -> Exactness:
     """One-hot candidates leave sampled output what it is in plain decoding; no candidates, any output."""
     gives = drafting.gives
-    if not gives.rows or acceptance.guarantee == "same tokens":
-        return "exact"
     if acceptance.guarantee == "lossy":
         return "lossy"
+    if acceptance.guarantee == "same law" and acceptance.needs_q:
+        return "same law"
+    if not gives.rows or acceptance.guarantee == "same tokens":
+        return "exact"
     return "same law" if gives.q == "sampled" else "exact"
 
 
-def draft_models(settings: Any) -> list[ModelSpec]:
+def draft_specs(settings: Any) -> list[DraftSpec]:
     """The models that a drafter's settings name, at any depth."""
     if isinstance(settings, DraftSpec):
-        return [settings.model]
+        return [settings]
     parts = settings if isinstance(settings, tuple | list) else ()
     if is_dataclass(settings):
         parts = [getattr(settings, field.name) for field in fields(settings)]
-    return [model for part in parts for model in draft_models(part)]
+    return [spec for part in parts for spec in draft_specs(part)]
+
+
+def draft_models(settings: Any) -> list[ModelSpec]:
+    return [spec.model for spec in draft_specs(settings)]
 
 
 def resolve_device(name: str) -> torch.device:

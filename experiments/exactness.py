@@ -8,15 +8,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..decoding.acceptance import Acceptance, Sampling
+from ..decoding.acceptance import Acceptance, Block, Sampling
 from ..decoding.draft import Drafter
 from ..drafting.draft_model import ModelDrafter
 
 Verdict = Literal["exact", "near-tie", "same law", "lossy", "broken"]
 
-# (rule, drafter) whose law is proven: the rule's in tests/decoding/test_laws.py, the pair's in
+# (rule, drafter that draws from a q) whose law is proven: the rule's in tests/decoding/test_laws.py, the pair's in
 # tests/experiments/test_exactness.py. A drafter of a user's own may draw from another q than it hands over.
-PROVEN: frozenset[tuple[type, type]] = frozenset({(Sampling, ModelDrafter)})
+PROVEN: frozenset[tuple[type, type]] = frozenset({(Sampling, ModelDrafter), (Block, ModelDrafter)})
 NEAR = 1e-3  # float32: largest gap of a near-tie
 NEAR_ULPS = 2  # bf16, fp16: in units of the top logit's last place
 ONE_IN = 5  # float32: a larger share of prompts that diverge is no rounding
@@ -90,8 +90,9 @@ def verdict(
     """See the design's table of definitions."""
     if rule.guarantee == "lossy":
         return "lossy"
-    if rule.law().sample and drafter.gives.q == "sampled":
-        return "same law" if (type(rule), type(drafter)) in PROVEN else "broken"
+    sampled = drafter.gives.q == "sampled"
+    if rule.law().sample and (sampled or rule.needs_q):
+        return "same law" if not sampled or (type(rule), type(drafter)) in PROVEN else "broken"
     if not divergences:
         return "exact"
     few = dtype != torch.float32 or ONE_IN * len(divergences) <= prompts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decodelab.decoding import law
-from decodelab.decoding.acceptance import sampling
+from decodelab.decoding.acceptance import block, sampling
 from decodelab.decoding.noise import Noise
 from decodelab.drafting import draft_model
 
@@ -61,7 +61,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Hashable]) -> di
         scores[chance.pick((p / p.sum()).tolist())] = 0
         return scores
 
-    for module in (law, sampling, draft_model, rigged):
+    for module in (law, block, sampling, draft_model, rigged):
         monkeypatch.setattr(module, "perturbed", branch)
     monkeypatch.setattr(Noise, "accept", lambda self, offset=0, sibling=0: Uniform(chance))
     found: dict[Hashable, float] = defaultdict(float)

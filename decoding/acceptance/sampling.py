@@ -6,6 +6,7 @@ drawn from what is left of p, and a one-hot candidate is kept iff it is y: the p
 one-hot candidates alone the output equals plain sampling token for token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -46,24 +47,33 @@ class Sampling:
         return LawSettings(sample=True, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
-        def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:
-            drawn = [c for c in candidates if draft.q_row[c] >= 0]
-            if drawn:
-                assert draft.q is not None
-                p = law.at(row)
-                for sibling, c in enumerate(drawn):
-                    q, x = draft.q[draft.q_row[c]].to(p), draft.tokens[c]
-                    # strict, u in (0, 1): a token that p forbids is never kept (q(x) > 0, since x was drawn)
-                    if noise.accept(offset, sibling) * float(q[x]) < float(p[x]):
-                        return c, x
-                    p = residual(p, q)
-                token = int(perturbed(p.log(), noise.target(offset)).argmax())
-            else:
-                token = law.choose(row, noise, offset)
-            fixed = (c for c in candidates if draft.q_row[c] < 0 and draft.tokens[c] == token)
-            return next(fixed, None), token
+        return speculative(draft, law, noise, lambda row, candidates: None)
 
-        return walk(draft, decide)
+
+def speculative(
+    draft: Draft, law: Law, noise: Noise, instead: Callable[[int, list[int]], Float[Tensor, " V"] | None]
+) -> Verdict:
+    """Judge so that what follows a row has its law: p, or what `instead(row, candidates)` gives in its place."""
+
+    def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:
+        drawn = [c for c in candidates if draft.q_row[c] >= 0]
+        p = instead(row, candidates)
+        if drawn or p is not None:
+            p = law.at(row) if p is None else p
+            for sibling, c in enumerate(drawn):
+                assert draft.q is not None
+                q, x = draft.q[draft.q_row[c]].to(p), draft.tokens[c]
+                # strict, u in (0, 1): a token that p forbids is never kept (q(x) > 0, since x was drawn)
+                if noise.accept(offset, sibling) * float(q[x]) < float(p[x]):
+                    return c, x
+                p = residual(p, q)
+            token = int(perturbed(p.log(), noise.target(offset)).argmax())
+        else:
+            token = law.choose(row, noise, offset)
+        fixed = (c for c in candidates if draft.q_row[c] < 0 and draft.tokens[c] == token)
+        return next(fixed, None), token
+
+    return walk(draft, decide)
 
 
 def residual(p: Float[Tensor, " V"], q: Float[Tensor, " V"]) -> Float[Tensor, " V"]:

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from decodelab.decoding.acceptance import Sampling
+from decodelab.decoding.acceptance import Acceptance, Sampling
 from decodelab.decoding.acceptance.sampling import residual
 from decodelab.decoding.draft import EMPTY, Draft, Room, chain, tree
 from decodelab.decoding.law import Law, Processors
@@ -35,7 +35,7 @@ def table(seed: int, V: int, sharp: float = 1.5) -> Table:
     return lambda tokens: law(*(0, *tokens)[-2:])
 
 
-def step(rule: Sampling, plan: Plan, p: Table, tokens: tuple[int, ...], left: int, seed: int = 0) -> tuple[int, ...]:
+def step(rule: Acceptance, plan: Plan, p: Table, tokens: tuple[int, ...], left: int, seed: int = 0) -> tuple[int, ...]:
     """One step of the loop over a table in place of a model: what it emits, `left` tokens at most."""
     emitted = len(tokens) - len(PROMPT)
     state, noise = State(list(tokens), len(PROMPT), 0), Noise(seed, 0, emitted)
@@ -49,7 +49,7 @@ def step(rule: Sampling, plan: Plan, p: Table, tokens: tuple[int, ...], left: in
     return (*(draft.tokens[row] for row in verdict.path), verdict.next)[:left]
 
 
-def plainly(rule: Sampling, p: Table, begun: tuple[int, ...], n: int) -> dict[Hashable, float]:
+def plainly(rule: Acceptance, p: Table, begun: tuple[int, ...], n: int) -> dict[Hashable, float]:
     """The law of n tokens that begin so and are drawn one by one from there on."""
     processors = Processors.build(rule.law(), len(PROMPT), ())
     law = {begun: 1.0}
@@ -63,7 +63,7 @@ def plainly(rule: Sampling, p: Table, begun: tuple[int, ...], n: int) -> dict[Ha
     return dict(law)
 
 
-def bias(monkeypatch: pytest.MonkeyPatch, plan: Plan, p: Table, n: int, rule: Sampling | None = None) -> float:
+def bias(monkeypatch: pytest.MonkeyPatch, plan: Plan, p: Table, n: int, rule: Acceptance | None = None) -> float:
     """Total variation between the joint laws of n tokens that begin with a drafted step and of n drawn one by one."""
     rule = Sampling() if rule is None else rule
     got: dict[Hashable, float] = defaultdict(float)

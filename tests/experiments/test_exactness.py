@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decodelab.decoding import loop, reference
-from decodelab.decoding.acceptance import Greedy, Guarantee, Sampling, Verdict
+from decodelab.decoding.acceptance import Block, Greedy, Guarantee, Sampling, Verdict
 from decodelab.decoding.draft import Gives
 from decodelab.drafting.draft_model import DraftModel, ModelDrafter
 from decodelab.drafting.none import Nothing
@@ -166,14 +166,23 @@ def test_lossy_is_declared():
     assert verdict([near(9.0)], 1, PromptLookup(), Lossy(), torch.float32) == "lossy"
 
 
+def test_block_draws_of_its_own_have_the_law_whatever_is_drafted():
+    tiny = tiny_decoder()
+    assert verdict([near(9.0)], 1, PromptLookup(), Block(), torch.float32) == "same law"
+    assert verdict([near(9.0)], 1, drawing(tiny, tiny), Block(), torch.float32) == "same law"
+    own = Rigged(oracle({}), gives=Gives("chain", 4, 4, "sampled"))
+    assert verdict([], 1, own, Block(), torch.float32) == "broken"
+
+
+@pytest.mark.parametrize("rule", [Sampling(), Block()], ids=["sampling", "block"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.7}, {"confidence": 0.5}])
-def test_the_law_of_every_proven_pair(settings: dict[str, float], monkeypatch: pytest.MonkeyPatch):
-    """Sampling × draft_model with drawn proposals: every draw of three tokens enumerated, p ≠ q (transformers#47932,
-    vllm#40149). With the pair proven here, PROVEN may list it."""
-    assert {(Sampling, ModelDrafter)} == PROVEN
+def test_the_law_of_every_proven_pair(rule: Any, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch):
+    """A rule × draft_model with drawn proposals: every draw of three tokens enumerated, p ≠ q (transformers#47932,
+    vllm#40149). With the pairs proven here, PROVEN may list them."""
+    assert {(Sampling, ModelDrafter), (Block, ModelDrafter)} == PROVEN
     sizes = {"vocab_size": 3, "num_hidden_layers": 1, "hidden_size": 16}
     target = tiny_decoder(0, scale=6.0, **sizes)
-    drafter, rule = drawing(target, tiny_decoder(1, scale=6.0, **sizes), max_draft=2, **settings), Sampling()
+    drafter, rule = drawing(target, tiny_decoder(1, scale=6.0, **sizes), max_draft=2, **settings), rule
     request = ask([1, 2], rule, 3)
     drafted = outcomes(monkeypatch, lambda: tuple(loop.generate(target, [request], drafter, rule)[0].tokens))
     plain = outcomes(monkeypatch, lambda: tuple(reference.generate(target, [request], rule.law())[0].tokens))

@@ -1,0 +1,66 @@
+"""Between target and draft: tokens have the law v = w p + (1 − w) q instead of p. Lossy by design.
+
+The ensemble weight of assisted generation (transformers; DIVERSE). A node's q is the mean of its candidates' laws, each
+one-hot unless the candidate brings its own; behind the last candidate, and where none was drafted, v is p.
+"""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..draft import Draft, Shape
+from ..errors import UserError
+from ..law import BadWord, Law, LawSettings
+from ..noise import Noise
+from .rule import Guarantee, Verdict
+from .sampling import speculative
+
+
+@dataclass(frozen=True, slots=True)
+class Ensemble:
+    """`weight` w: 1 is speculative sampling, 0 keeps all that is drafted."""
+
+    weight: float = 0.9
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram: int = 0
+    bad_words: tuple[BadWord, ...] = ()
+    min_new_tokens: int = 0
+
+    guarantee: ClassVar[Guarantee] = "lossy"
+    shapes: ClassVar[tuple[Shape, ...]] = ("chain", "tree", "forest")
+    needs_q: ClassVar[bool] = True
+    reads: ClassVar[Literal["path", "all rows"]] = "path"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= 1:
+            raise UserError(f"acceptance.weight must be between 0 and 1, got {self.weight}")
+        self.law()
+
+    def law(self) -> LawSettings:
+        keys = (field.name for field in fields(self) if field.name != "weight")
+        return LawSettings(sample=True, **{key: getattr(self, key) for key in keys})
+
+    def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
+        def mixed(row: int, candidates: list[int]) -> Float[Tensor, " V"] | None:
+            if not candidates or self.weight == 1:
+                return None
+            p = law.at(row)
+            q = torch.zeros_like(p)
+            for c in candidates:
+                if draft.q_row[c] >= 0:
+                    assert draft.q is not None
+                    q += draft.q[draft.q_row[c]].to(p) / len(candidates)
+                else:
+                    q[draft.tokens[c]] += 1 / len(candidates)
+            return self.weight * p + (1 - self.weight) * q
+
+        return speculative(draft, law, noise, mixed)
