@@ -31,6 +31,7 @@ _NEEDS = {
 
 def check(config: RunConfig) -> int:
     """Print it; 0 if it runs, 2 if it is refused. Loads no weights and fetches nothing."""
+    config.tracking.check()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)

@@ -172,10 +172,12 @@ def measure(
     hf: HfPeer | None = None,
     baselines: MutableMapping[str, Baseline] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    after: Callable[[Sequence[Sample]], None] | None = None,
 ) -> Measurement:
     """Run every prompt on both sides. Ctrl-C keeps the prompts that are finished (`interrupted`).
 
-    `timing=anchored` takes the baseline from `baselines` if it is there, and puts it there if not.
+    `timing=anchored` takes the baseline from `baselines` if it is there, and puts it there if not. `after` is called
+    with the prompts of each batch, once both sides have run.
     """
     first = [_request(lab, item, (), settings) for item in task.items]  # what is wrong with one is said before any runs
     total = sum(item.turns for item in task.items)
@@ -213,6 +215,8 @@ def measure(
             out.samples += samples
             if progress is not None:
                 progress(len(out.samples), total, _running(out))
+            if after is not None:
+                after(samples)
         if anchored is not None and anchored.drifted_by(RENEWED):
             anchored.renew(sides, out.samples)
         if anchored is None or anchored.renewed:

@@ -241,6 +241,10 @@ def write_run(folder: Path, result: Mapping[str, Any], samples: Sequence[Sample]
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "events.jsonl", _events(samples))
     write_lines(folder / "samples.jsonl", (_sample(s, lab) for s in samples))
+    write_result(folder, result)
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_atomic(folder / "result.json", json.dumps(result, indent=1, default=str) + "\n")
 
 

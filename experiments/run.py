@@ -1,7 +1,7 @@
 """The job `run`: strategy against baseline on a task."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,12 +20,12 @@ from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
 from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
-from .measure import Measurement, measure
+from .measure import Measurement, Sample, measure
 from .progress import Watch
 from .quality.evaluate import measure_quality, quality_digest
-from .result import build_result, provenance, run_key, speedup, write_run
+from .result import build_result, provenance, run_key, speedup, write_result, write_run
 from .tasks import Task, load_task
-from .tracking import RunInfo
+from .tracking import RunInfo, Running, Tracker
 
 PROFILED = 3  # prompts from which the draft's cost is taken
 BUSY = 1.0  # load average before the run: something else wants a core
@@ -117,8 +117,16 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
         title = f"{source.label}: {_drafter(config)}, {type(config.acceptance).__name__.lower()}"
         title += f", {what.task.label}" if what.task else ", quality"
         job = "both" if speed and config.quality.tasks else "speed" if speed else "quality"
-        tracker = config.tracking.open(RunInfo(what.key, title, job, folder, what.resolved, sweep))
-        with tracker:
+        made = provenance(
+            dtype,
+            config.seed,
+            device=hardware.describe_device(device),
+            dtype_reason=what.why,
+            started_at=started.isoformat(timespec="seconds"),
+            load_before=load_before,
+        )
+        info = RunInfo(what.key, title, job, folder, what.resolved, what.digests, made, sweep)
+        with config.tracking.open(info) as tracker:
             try:
                 target = warm.target(source, dtype, device, watch.step)
                 lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
@@ -140,6 +148,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
                         timing=config.timing,
                         hf=hf,
                         progress=lambda done, total, note: watch.step("decoding", done, total, note),
+                        after=_told(tracker, timed),
                     )
                     profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
                 if config.quality.tasks and not (measured is not None and measured.interrupted):
@@ -153,19 +162,10 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
                 lab,
                 measured,
                 digests=what.digests,
-                provenance=provenance(
-                    dtype,
-                    config.seed,
-                    device=hardware.describe_device(device),
-                    dtype_reason=what.why,
-                    started_at=started.isoformat(timespec="seconds"),
-                    load_before=load_before,
-                    load_after=hardware.load_average(),
-                    clock_mhz=hardware.clock_mhz(),
-                ),
+                provenance=made | {"load_after": hardware.load_average(), "clock_mhz": hardware.clock_mhz()},
                 peaks=peaks,
                 peak_bytes=hardware.peak_memory_bytes(device),
-                warnings=[*notes, *heard.texts],
+                warnings=[*notes, *heard.texts, *tracker.warnings],
                 profile=profiled,
                 compare_hf=_summary(hf, measured) if hf and measured else None,
                 quality=quality,
@@ -176,10 +176,26 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
             write_run(folder, result, samples, lab)
             console.print(f"\nwritten to {folder}", soft_wrap=True)
             tracker.done(result)
+        late = [text for text in tracker.warnings if text not in result["warnings"]]
+        if late:  # of what failed once the folder was whole
+            result["warnings"] += late
+            write_result(folder, result)
     if result["status"] == "interrupted":
         print(f"decodelab: interrupted after {len(samples)} prompts; they are in {folder}", file=sys.stderr)
         return Outcome(folder, result, 130)
     return Outcome(folder, result, 1 if result["status"] == "broken" else 0)
+
+
+def _told(tracker: Tracker, timed: bool) -> Callable[[Sequence[Sample]], None]:
+    """Hands the tracker a row a prompt."""
+    running = Running()
+
+    def after(batch: Sequence[Sample]) -> None:
+        same = sum(s.divergence is None for s in batch)
+        for row in running.add([s.baseline for s in batch], [s.strategy for s in batch], same, timed):
+            tracker.prompt(row)
+
+    return after
 
 
 def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str, Any] | None:
