@@ -6,7 +6,7 @@ hydra.utils.instantiate would import whatever a YAML names; this imports decodel
 import difflib
 import importlib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -119,10 +119,25 @@ class Constructor:
 
     def find(self, target: Any, key: str) -> type:
         """The class that `_target_` names. Nothing of a package that is not trusted is imported."""
-        named, allowed = f"{key}._target_={target}", ("decodelab", *self.trusted)
-        module, _, name = str(target).rpartition(".")
+        named = f"{key}._target_={target}"
+        found = self._own(target, named, "a _target_ is a class", ("decodelab", *self.trusted))
+        if not isinstance(found, type):
+            raise UserError(f"{named}: {_parted(target)[0]} has no class {_parted(target)[1]} of its own")
+        return found
+
+    def function(self, target: str, key: str) -> Callable[..., Any]:
+        """The function of a trusted package that the dotted path `target` names, as `find` finds classes."""
+        named = f"{key}={target}"
+        found = self._own(target, named, "it is a function", self.trusted)
+        if found is None or isinstance(found, type) or not callable(found):
+            raise UserError(f"{named}: {_parted(target)[0]} has no function {_parted(target)[1]} of its own")
+        return found
+
+    def _own(self, target: Any, named: str, what: str, allowed: Collection[str]) -> Any:
+        """What a module of the `allowed` packages holds under a name and does not merely import; None if nothing."""
+        module, name = _parted(target)
         if not module or not _within(module, allowed):
-            own = f"a _target_ is a class of {' or '.join(allowed)}"
+            own = f"{what} of {' or '.join(allowed) or 'a trusted package'}"
             raise UserError(f"{named} is refused: {own}; trusted=[PACKAGE] adds a package of yours")
         try:
             found = getattr(importlib.import_module(module), name, None)
@@ -131,9 +146,13 @@ class Constructor:
                 raise
             where = "" if _within(module, ("decodelab",)) else "; install its package, or name its folder in PYTHONPATH"
             raise UserError(f"{named}: there is no module {error.name}{where}") from None
-        if not isinstance(found, type) or not _within(found.__module__, allowed):  # not what a module happens to import
-            raise UserError(f"{named}: {module} has no class {name} of its own")
-        return found
+        return found if _within(getattr(found, "__module__", None) or "", allowed) else None
+
+
+def _parted(target: Any) -> tuple[str, str]:
+    """(module, name) of a dotted path."""
+    module, _, name = str(target).rpartition(".")
+    return module, name
 
 
 def shown(value: Any) -> str:

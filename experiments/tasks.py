@@ -130,22 +130,23 @@ def read_template(given: str | None, key: str) -> str | None:
     """A chat template given as Jinja text or as a file's path. `key`: what a message calls it."""
     if given is None or "{{" in given or "{%" in given:
         return given
-    return _decoded(_read(Path(given), key), f"{key}={given!r}")
+    return _decoded(read_file(Path(given), key), f"{key}={given!r}")
 
 
 def _file(settings: TaskSettings) -> tuple[str, Iterator[Row]]:
     if settings.path is not None:
         path = Path(os.path.expanduser(settings.path))
-        return path.stem, _lines(path)
+        return path.stem, read_rows(path)
     if settings.name is None:
         raise UserError("no task is named: task.path=FILE.jsonl, task.dataset=NAME or task=demo")
     if settings.name not in TASKS:
         raise UserError(f"task.name={settings.name!r} is unknown: {', '.join(TASKS)}; a file is task.path=FILE.jsonl")
-    return settings.name, _lines(TASKS[settings.name])
+    return settings.name, read_rows(TASKS[settings.name])
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(_read(path, "task.path").split(b"\n"), 1):
+def read_rows(path: Path, key: str = "task.path") -> Iterator[Row]:
+    """The rows of a JSONL file; blank lines are none. `key`: which setting names the file, for errors."""
+    for number, line in enumerate(read_file(path, key).split(b"\n"), 1):
         where = f"{path.name}:{number}"
         text = _decoded(line, where)
         if not text.strip():
@@ -182,7 +183,8 @@ def _decoded(data: bytes, where: str) -> str:
         raise UserError(f"{where} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
 
 
-def _read(path: Path, key: str) -> bytes:
+def read_file(path: Path, key: str) -> bytes:
+    """Its content; `key`: which setting names it, for errors."""
     try:
         return Path(os.path.expanduser(path)).read_bytes()
     except FileNotFoundError as error:
