@@ -1,0 +1,159 @@
+"""Runs against earlier runs: which belongs to which, and what changed, over the same prompts."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files import NOT_IN_KEY, read_lines
+from ..statistics import speedup_interval
+from .load import Run, at, number_at
+from .rows import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`time`, `baseline`: the relative change of decode seconds per token, of the strategy and of plain decoding, over
+    the prompts of both; above 0 is slower. `identical` of `shared`: prompts whose output is the same."""
+
+    label: str
+    before: Run
+    after: Run
+    time: Value
+    baseline: Value
+    identical: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`name`: of the folder compared with. `notes`: how pairs were found, and what has no partner."""
+
+    name: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    def of(self, run: Run) -> Change | None:
+        return next((change for change in self.changes if change.after is run), None)
+
+
+def compare(after: Sequence[Run], before: Sequence[Run], name: str, labels: Mapping[Path, str]) -> Comparison:
+    """Pairs runs of one key; then those whose digests and configurations agree in all that both have, as runs of two
+    versions of the code do whose configurations have grown; then, where one run is left on either side, these two. Of
+    runs with one key the latest counts. `labels`: by folder."""
+    pairs: list[tuple[Run, Run]] = []
+    notes: list[str] = []
+    new, old = _latest(after, notes), _latest(before, notes)
+    for one in list(new):
+        twin = next((other for other in old if other.at("key") is not None and other.at("key") == one.at("key")), None)
+        if twin is not None:
+            _pair(one, twin, new, old, pairs)
+    for one in list(new):
+        alike = [other for other in old if _agree(one, other)]
+        if len(alike) == 1 and sum(_agree(other, alike[0]) for other in new) == 1:
+            _pair(one, alike[0], new, old, pairs)
+            notes.append(
+                f"{labels.get(one.folder, one.folder)}: paired by configuration, less what one version does not know"
+            )
+    if not pairs and len(new) == len(old) == 1:
+        notes.append(f"the only run on either side; they differ in {_differences(new[0], old[0])}")
+        _pair(new[0], old[0], new, old, pairs)
+    notes += [f"no partner for {labels.get(run.folder, '')} ({run.folder})" for run in new]
+    notes += [f"no partner for {run.folder}, of {name}" for run in old]
+    changes = [_change(labels.get(one.folder, one.folder.name), two, one) for one, two in pairs]
+    if changes:
+        notes.insert(0, "time per token: of the strategy, over the prompts of both runs, with a paired 95 % interval; "
+                     "what plain decoding changed by between the runs is the machine, not the strategy")  # fmt: skip
+    return Comparison(name, tuple(changes), tuple(notes))
+
+
+def _pair(one: Run, two: Run, new: list[Run], old: list[Run], pairs: list[tuple[Run, Run]]) -> None:
+    new.remove(one)
+    old.remove(two)
+    pairs.append((one, two))
+
+
+def _latest(runs: Iterable[Run], notes: list[str]) -> list[Run]:
+    found: dict[Any, Run] = {}
+    for run in sorted(runs, key=lambda run: str(run.at("provenance.started_at"))):
+        key = run.at("key") if run.at("key") is not None else run.folder
+        if key in found:
+            notes.append(f"{found[key].folder}: a later run of the same key counts")
+        found[key] = run
+    return list(found.values())
+
+
+def _agree(a: Run, b: Run) -> bool:
+    """In everything that both know of, down to each key. A key that is new says nothing against it."""
+    return _known(a.at("digests"), b.at("digests")) and _known(_asked(a), _asked(b))
+
+
+def _asked(run: Run) -> Any:
+    config = run.at("config")
+    return {k: v for k, v in config.items() if k not in NOT_IN_KEY} if isinstance(config, Mapping) else config
+
+
+def _known(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return all(_known(a[key], b[key]) for key in a.keys() & b.keys())
+    return bool(a == b)
+
+
+def _differences(a: Run, b: Run) -> str:
+    found = sorted(_paths(_asked(a), _asked(b), "")) + sorted(_paths(a.at("digests"), b.at("digests"), "digests."))
+    found += [
+        name for name in ("device", "dtype", "commit") if a.at(f"provenance.{name}") != b.at(f"provenance.{name}")
+    ]
+    return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") if found else "nothing that is recorded"
+
+
+def _paths(a: Any, b: Any, prefix: str) -> Iterable[str]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in a.keys() | b.keys():
+            yield from _paths(a.get(key), b.get(key), f"{prefix}{key}.")
+    elif json.dumps(a, default=str) != json.dumps(b, default=str):
+        yield prefix.rstrip(".")
+
+
+# --- over prompts
+
+
+def _change(label: str, before: Run, after: Run) -> Change:
+    old, new = _units(before), _units(after)
+    both = [name for name in new if name in old]
+    outputs = [pair for name in both for pair in zip(old[name], new[name], strict=True)]
+    same = sum(at(a, "strategy.tokens") == at(b, "strategy.tokens") for a, b in outputs)
+    changed = [_slower(side, [(old[name], new[name]) for name in both]) for side in ("strategy", "baseline")]
+    return Change(label, before, after, *changed, same, len(outputs))
+
+
+def _units(run: Run) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """The samples by the batch that they ran in, named by their prompts."""
+    batches: dict[Any, list[Mapping[str, Any]]] = {}
+    for sample in read_lines(run.folder / "samples.jsonl"):
+        batches.setdefault(sample.get("batch"), []).append(sample)
+    return {tuple(str(sample.get("id")) for sample in some): some for some in batches.values()}
+
+
+def _slower(side: str, pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> Value:
+    """Relative change of decode seconds per token: a ratio of sums over the batches that both runs timed."""
+    rows = [(*old, *new) for a, b in pairs if (old := _spent(side, a)) and (new := _spent(side, b))]
+    found = speedup_interval(*(np.array([row[i] for row in rows], dtype=float) for i in range(4)))
+    value, low, high = (1 / bound - 1 if bound else None for bound in (found.value, found.high, found.low))
+    return Value(value, low, high, found.n) if low is not None and high is not None else Value(value, n=found.n)
+
+
+def _spent(side: str, batch: Sequence[Any]) -> tuple[float, float] | None:
+    """Seconds from the last prefill's end to the last token, and tokens behind the first; None where neither was."""
+    ends = [(number_at(s, f"{side}.latency_s"), number_at(s, f"{side}.ttft_s"), at(s, f"{side}.tokens")) for s in batch]
+    known = [
+        (last, first, len(tokens) - 1)
+        for last, first, tokens in ends
+        if last is not None and first is not None and isinstance(tokens, list)
+    ]
+    if len(known) < len(batch) or sum(n for *_, n in known) < 1:
+        return None
+    return max(last for last, _, _ in known) - max(first for _, first, _ in known), float(sum(n for *_, n in known))

@@ -1,0 +1,509 @@
+"""The pictures of a report: what to look at, from the same rows as its tables.
+
+Colours are names of the page's style sheet, so that one picture reads on a light and on a dark page; texts stay texts.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil, log2
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from .load import number_at
+from .rows import Group, Measure, Row, Value, front
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What the style sheet names, by the colour that stands for it in the drawing: no other drawing may use these.
+LIGHT: Mapping[str, str] = {
+    "text": "#1d2329", "muted": "#69737d", "grid": "#e0e4e8", "page": "#fefefe", "bad": "#c2372e", "good": "#2f7d4f",
+    "c0": "#2867b2", "c1": "#c96a12", "c2": "#208576", "c3": "#8f4fb0", "c4": "#a63d63", "c5": "#6f7a1e",
+    "c6": "#7d5a38", "c7": "#4a6076",
+    "draft": "#dd9f4a", "verify": "#93a8c0", "accept": "#79b3a0", "commit": "#b497c4", "other": "#c3c9cf",
+}  # fmt: skip
+DARK: Mapping[str, str] = {
+    "text": "#e4e8ec", "muted": "#98a2ac", "grid": "#333b43", "page": "#15191d", "bad": "#f0776d", "good": "#62bd86",
+    "c0": "#6ea8ee", "c1": "#efa04e", "c2": "#4fc4b1", "c3": "#c896e6", "c4": "#ea86aa", "c5": "#b9c456",
+    "c6": "#c79f76", "c7": "#93adc6",
+    "draft": "#b57c2c", "verify": "#5f748c", "accept": "#4d8674", "commit": "#846794", "other": "#59626b",
+}  # fmt: skip
+SERIES = tuple(f"c{i}" for i in range(8))
+PHASES = ("draft", "verify", "accept", "commit", "other")
+WIDTH = 7.2  # inches; the page shows them at 100 pixels each
+SHOWN = 50  # rows of a picture; the table has all
+TRACED = 6  # lines of a picture that have a colour and a name
+LEAST = 5  # drafts that a share is of
+WIDEST = 46  # characters of a label in a picture
+STYLES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`about` says how to read it. Texts of the figure may come from configurations: `svg` escapes them."""
+
+    name: str
+    title: str
+    about: str
+    figure: "Figure"
+
+
+def pictures(group: Group, colours: Mapping[str, str]) -> Iterator[Picture]:
+    """Those that the group has numbers for. `colours`: of the drafters, the same in all pictures of a report."""
+    for draw in (speedups, positions, phases, categories, quality, step_costs):
+        if (picture := draw(group, colours)) is not None:
+            yield picture
+
+
+def palette(groups: Iterable[Group]) -> dict[str, str]:
+    """A colour for each drafter."""
+    names = dict.fromkeys(row.drafter for group in groups for row in group.rows)
+    return {name: SERIES[i % len(SERIES)] for i, name in enumerate(sorted(names))}
+
+
+def svg(picture: Picture) -> str:
+    """To stand within a page: no prologue, ids of its own, colours by name, nothing that is fetched."""
+    import matplotlib as mpl
+
+    out = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": picture.name}):
+        picture.figure.savefig(
+            out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\s(id="|xlink:href="#)', rf" \1{picture.name}-", text).replace("url(#", f"url(#{picture.name}-")
+    text = text.replace("xlink:href", "href").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
+    for name, colour in LIGHT.items():
+        text = text.replace(colour, f"var(--{name})")
+    width, height = (round(72 * inches) for inches in picture.figure.get_size_inches())
+    head = f'<svg role="img" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">'
+    return re.sub(r"<svg[^>]*>", head, text, count=1)
+
+
+# --- the pictures
+
+
+def speedups(group: Group, colours: Mapping[str, str]) -> Picture | None:
+    """A dot and its interval a row, the fastest on top."""
+    found = [row for row in group.rows if row.speedup.value is not None]
+    if not found:
+        return None
+    found.sort(key=lambda row: row.speedup.value or 0.0, reverse=True)
+    shown = found[:SHOWN]
+    with _figure(0.6 + 0.235 * len(shown)) as (figure, axes):
+        highest = max(max(row.speedup.high or 0.0, row.speedup.value or 0.0) for row in shown)
+        lowest = min(min(row.speedup.low or 1e9, row.speedup.value or 1e9) for row in shown)
+        if highest > 8 * max(lowest, 1e-9):
+            axes.set_xscale("log")
+            _plain_ticks(axes.xaxis)
+        else:
+            axes.set_xlim(0, highest * 1.05)
+        axes.axvline(1, color=LIGHT["text"], linewidth=0.9)
+        for y, row in enumerate(shown):
+            v, colour = row.speedup, _colour(row, colours)
+            if v.low is not None and v.high is not None:
+                axes.plot([v.low, v.high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt", alpha=0.75)
+            _dot(axes, v.value, y, colour, hollow=v.low is None)
+            predicted = row.run.number("predicted_speedup")
+            if predicted is not None:
+                axes.plot([predicted], [y], marker="|", markersize=9, markeredgewidth=1.6, color=LIGHT["muted"])
+            _right(axes, y, _times(v.value) if v.low is not None else f"{_times(v.value)} (n={v.n})")
+        _rows(axes, shown)
+        axes.grid(axis="x", color=LIGHT["grid"], linewidth=0.6)
+        axes.set_xlabel("speedup over plain decoding")
+    said = [
+        "Decode seconds per token, plain ÷ strategy, with 95 % intervals over prompts; right of the line is faster."
+    ]
+    if any(row.speedup.low is None for row in shown):
+        said.append("A hollow dot: too few prompts for an interval.")
+    if any(row.run.number("predicted_speedup") is not None for row in shown):
+        said.append("A grey tick: the speedup predicted from what steps cost.")
+    return Picture("speedup", "Speedup", " ".join(said) + _more(found), figure)
+
+
+def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
+    """The chance that a drafted token is kept, by its place in the draft."""
+    found = [(row, curve) for row in group.rows if len(curve := _curve(row)) > 0]
+    if not found:
+        return None
+    traced = found[:TRACED]
+    with _figure(5.0, rows=2, sharex=True) as (figure, panels):
+        for axes, name, title in zip(
+            panels, ("rate", "conditional"), ("kept up to here", "kept, where all before it were"), strict=True
+        ):
+            ends: list[tuple[float, float, str, str]] = []
+            for _, curve in found[TRACED:]:
+                _line(axes, curve, name, LIGHT["grid"], "-")
+            for (row, curve), style in zip(traced, _styles([row for row, _ in traced]), strict=True):
+                colour = _colour(row, colours)
+                if (end := _line(axes, curve, name, colour, style)) is not None:
+                    ends.append((*end, _short(row.label, 30), colour))
+            axes.set_ylim(0, 1.03)
+            axes.set_title(title, loc="left", color=LIGHT["text"])
+            axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.0f} %")
+            axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.6)
+            _name_lines(axes, ends)
+        deepest = max(len(curve) for _, curve in found)
+        panels[-1].set_xlim(0.7, deepest + 0.3)
+        panels[-1].xaxis.get_major_locator().set_params(integer=True)
+        panels[-1].set_xlabel("position in the draft")
+    rest = f" Grey: the {len(found) - TRACED} rows ranked lower." if len(found) > TRACED else ""
+    about = (
+        "Above: of all steps that drafted, the share that kept at least so many tokens. Below: of the drafts that came "
+        f"so far, the share whose next token was kept (of {LEAST} drafts or more).{rest}"
+    )
+    return Picture("positions", "Acceptance by position", about, figure)
+
+
+def phases(group: Group, colours: Mapping[str, str]) -> Picture | None:
+    """Milliseconds a token by phase; the baseline's beside them."""
+    found = [
+        row
+        for row in group.rows
+        if row.run.number("strategy.tpot_s") and row.run.number("strategy.time_share.verify") is not None
+    ]
+    if not found:
+        return None
+    shown = found[:SHOWN]
+    with _figure(0.9 + 0.235 * len(shown)) as (figure, axes):
+        for y, row in enumerate(shown):
+            whole, left = 1e3 * (row.run.number("strategy.tpot_s") or 0.0), 0.0
+            for phase in PHASES:
+                width = whole * (row.run.number(f"strategy.time_share.{phase}") or 0.0)
+                axes.barh(y, width, 0.62, left=left, color=LIGHT[phase], linewidth=0)
+                left += width
+            plain = row.run.number("baseline.tpot_s")
+            if plain is not None:
+                axes.plot([1e3 * plain] * 2, [y - 0.42, y + 0.42], color=LIGHT["text"], linewidth=1.4)
+            _right(axes, y, f"{whole:.3g} ms")
+        _rows(axes, shown)
+        axes.set_xlim(0, None)
+        axes.grid(axis="x", color=LIGHT["grid"], linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("milliseconds a token")
+        _legend(figure, [(phase, LIGHT[phase]) for phase in PHASES])
+    about = "What a token costs after the first, by what the time went into, and what it costs plain decoding there."
+    return Picture("phases", "Time per phase", about + _more(found), figure)
+
+
+def categories(group: Group, colours: Mapping[str, str]) -> Picture | None:
+    """Rows by kinds of prompt, coloured by speedup (by tokens a step where nothing was timed)."""
+    names = list(dict.fromkeys(name for row in group.rows for name in _categories(row)))
+    found = [row for row in group.rows if _categories(row)]
+    if not found or len(names) < 2:
+        return None
+    shown = found[:SHOWN]
+    timed = any(number_at(row, "speedup.value") is not None for r in shown for row in _categories(r).values())
+    path = "speedup.value" if timed else "tokens_per_step"
+    slanted = max(len(name) for name in names) * len(names) > 52
+    with _figure((1.25 if slanted else 0.55) + 0.235 * len(shown)) as (figure, axes):
+        for y, row in enumerate(shown):
+            for x, name in enumerate(names):
+                value = number_at(_categories(row).get(name), path)
+                if value is None:
+                    axes.text(x, y, "–", ha="center", va="center", color=LIGHT["muted"])
+                    continue
+                strength = min(1.0, abs(log2(max(value, 1e-3))) / 2)
+                colour = LIGHT["good"] if value >= 1 else LIGHT["bad"]
+                axes.barh(y, 0.96, 0.9, left=x - 0.48, color=colour, alpha=round(0.06 + 0.6 * strength, 2), linewidth=0)
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=LIGHT["text"])
+        _rows(axes, shown)
+        axes.set_xlim(-0.52, len(names) - 0.48)
+        axes.xaxis.tick_top()
+        axes.set_xticks(range(len(names)), [_short(name, 22) for name in names])
+        if slanted:
+            for label in axes.get_xticklabels():
+                label.set(rotation=30, ha="left", rotation_mode="anchor")
+    what = "Speedup" if timed else "Tokens per step"
+    about = f"{what} by the kind of prompt; green is more than plain decoding, red is less."
+    return Picture("categories", "By category", about + _more(found), figure)
+
+
+def quality(group: Group, colours: Mapping[str, str]) -> Picture | None:
+    """A panel a task: score against speed, and the front that no other row beats in both."""
+    panels = [
+        (m, some)
+        for m in group.measures
+        if (some := [row for row in group.rows if row.speed is not None and m in row.scores])
+    ]
+    if not panels:
+        return None
+    panels = panels[:8]
+    columns = min(2, len(panels))
+    lines = ceil(len(panels) / columns)
+    with _figure(2.7 * lines + 0.2, rows=lines, columns=columns) as (figure, grid):
+        cells = list(grid) if len(panels) > 1 else [grid]
+        for axes, (measure, some) in zip(cells, panels, strict=False):
+            _front(axes, measure, some, colours, 26 if columns == 2 else WIDEST)
+            axes.set_xlabel("speedup" if group.speed == "speedup" else group.speed)
+        for axes in cells[len(panels) :]:
+            axes.set_axis_off()
+    about = (
+        f"Score against {group.speed}, with 95 % intervals. The line joins the rows that no other beats in both (the "
+        "Pareto front); hollow dots are beaten, crosses are broken."
+    )
+    return Picture("quality", "Quality against speed", about, figure)
+
+
+def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
+    """T(k) ÷ T(1), and where each row stands: tokens a step over rows verified."""
+    found = [(row, curve) for row in group.rows if (curve := _costs(row))]
+    if not found:
+        return None
+    with _figure(3.4) as (figure, axes):
+        ks = sorted({k for _, curve in found for k in curve})
+        for _, curve in found:
+            axes.plot(list(curve), list(curve.values()), color=LIGHT["grid"], linewidth=1.2)
+        middle = {k: median(curve[k] for _, curve in found if k in curve) for k in ks}
+        axes.plot(list(middle), list(middle.values()), color=LIGHT["text"], linewidth=1.8, marker="o", markersize=3)
+        # all k − 1 drafted tokens kept, and the target's own
+        axes.plot([1, ks[-1]], [1, ks[-1]], color=LIGHT["muted"], linewidth=1, linestyle=STYLES[1])
+        spots = []
+        for row, _ in found[:SHOWN]:
+            rows, tau = row.run.number("strategy.rows_verified_per_step"), row.run.number("strategy.tokens_per_step")
+            if rows is not None and tau is not None:
+                _dot(axes, rows, tau, _colour(row, colours))
+                spots.append((rows, tau, row))
+        most = max([*middle.values(), *(tau for _, tau, _ in spots)])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, [f"{k:g}" for k in ks])
+        axes.set_xlim(0.93, ks[-1] * 1.1)
+        axes.set_ylim(0.5 if most < 4 else 0, most * 1.18)
+        _name_spots(axes, [(x, y, row.label, _colour(row, colours)) for x, y, row in spots[:TRACED]], 30)
+        axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.6)
+        axes.set_xlabel("rows k in one forward pass")
+        axes.set_ylabel("T(k) ÷ T(1);  tokens a step")
+    about = (
+        "The line: what a forward pass over k rows costs, in plain steps (the median of the runs; each in grey). The "
+        "dots: tokens a step at the rows verified. A dot above the line pays, one below loses; the draft's own cost comes "
+        "on top. Dashed: every draft kept, the most there is."
+    )
+    return Picture("costs", "Cost of a step, T(k)", about, figure)
+
+
+# --- parts of pictures
+
+
+@contextmanager
+def _figure(height: float, rows: int = 1, columns: int = 1, sharex: bool = False) -> Iterator[tuple[Any, Any]]:
+    """A figure without a window, and its axes; drawn in the page's colours."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.size": 8.5, "axes.titlesize": 8.5, "axes.labelsize": 8.5, "xtick.labelsize": 8, "ytick.labelsize": 8,
+        "text.parse_math": False, "text.color": LIGHT["text"], "axes.labelcolor": LIGHT["muted"],
+        "axes.edgecolor": LIGHT["grid"], "xtick.color": LIGHT["grid"], "ytick.color": LIGHT["grid"],
+        "xtick.labelcolor": LIGHT["muted"], "ytick.labelcolor": LIGHT["text"], "axes.spines.top": False,
+        "axes.spines.right": False, "axes.spines.left": False, "axes.facecolor": "none", "figure.facecolor": "none",
+    }  # fmt: skip
+    with mpl.rc_context(style):
+        figure = Figure((WIDTH, height), layout="constrained")
+        axes = figure.subplots(rows, columns, sharex=sharex)
+        yield figure, axes.flat if rows * columns > 1 else axes
+
+
+def _rows(axes: "Axes", rows: Sequence[Row]) -> None:
+    """A line a row, from the top, named at the left."""
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [_short(row.label, WIDEST) for row in rows])
+    axes.tick_params(length=0)
+    for row, label in zip(rows, axes.get_yticklabels(), strict=True):
+        if row.verdict == "broken":
+            label.set_color(LIGHT["bad"])
+        elif row.dominated:
+            label.set_color(LIGHT["muted"])
+
+
+def _right(axes: "Axes", y: float, text: str) -> None:
+    """A value at the right end of a row."""
+    axes.annotate(
+        text,
+        (1, y),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )
+
+
+def _dot(axes: "Axes", x: float | None, y: float, colour: str, hollow: bool = False, size: float = 5.5) -> None:
+    face = LIGHT["page"] if hollow else colour
+    axes.plot([x], [y], marker="o", markersize=size, color=colour, markerfacecolor=face, markeredgewidth=1.3, zorder=3)
+
+
+def _legend(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
+    """In one line above the axes, the upright line of plain decoding first."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    plain = Line2D([], [], linestyle="", marker="|", markersize=9, markeredgewidth=1.4, color=LIGHT["text"])
+    figure.legend(
+        handles=[plain, *(Patch(color=colour, linewidth=0) for _, colour in entries)],
+        labels=["plain decoding", *(name for name, _ in entries)],
+        loc="outside upper right", ncols=1 + len(entries), frameon=False,
+        handlelength=0.9, handleheight=0.9, columnspacing=1.2, handletextpad=0.5,
+    )  # fmt: skip
+
+
+def _line(axes: "Axes", curve: Sequence[Any], name: str, colour: str, style: Any) -> tuple[float, float] | None:
+    """Where it ends; None where nothing is known."""
+    known = [place for place in curve if name != "conditional" or (number_at(place, "reached") or 0) >= LEAST]
+    points = [(i, y) for i, place in enumerate(known, 1) if (y := number_at(place, name)) is not None]
+    if not points:
+        return None
+    axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.6, marker="o", markersize=2.6)
+    return points[-1]
+
+
+def _name_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names at the right, each at the height of its line's end, moved apart where they would meet."""
+    gap, ends = 0.085, sorted(ends, key=lambda end: end[1])
+    heights = [y for _, y, _, _ in ends]
+    for i in range(1, len(ends)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    highest = 1.0
+    for i in reversed(range(len(ends))):  # back from the top, where there was no room
+        heights[i] = min(heights[i], highest)
+        highest = heights[i] - gap
+    for (_, _, label, colour), height in zip(ends, heights, strict=True):
+        axes.annotate(
+            label,
+            (1, height),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            fontsize=8,
+        )
+
+
+def _name_spots(axes: "Axes", spots: Sequence[tuple[float, float, str, str]], widest: int) -> None:
+    """Names beside points, right or left of them; one that has no room is left out."""
+    from matplotlib.transforms import Bbox
+
+    axes.figure.draw_without_rendering()
+    dots = [axes.transData.transform((x, y)) for x, y, *_ in spots]
+    taken = [Bbox([dot - 4, dot + 4]) for dot in dots]
+    inside = axes.get_window_extent()
+    for x, y, label, colour in spots:
+        for shift, side in ((7, "left"), (-7, "right")):
+            text = axes.annotate(
+                _short(label, widest),
+                (x, y),
+                xytext=(shift, 3),
+                textcoords="offset points",
+                ha=side,
+                color=colour,
+                fontsize=8,
+            )
+            box = text.get_window_extent()
+            if box.x0 >= inside.x0 and box.x1 <= inside.x1 + 8 and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def _front(axes: "Axes", measure: Measure, rows: Sequence[Row], colours: Mapping[str, str], widest: int) -> None:
+    sign = 1 if measure.higher else -1
+    whole = [row for row in rows if row.comparable]
+    points = [(row.speed or 0.0, sign * (row.scores[measure].value or 0.0)) for row in whole]
+    best = [whole[i] for i in front(points)]
+    if best:
+        axes.step(
+            [row.speed for row in best],
+            [row.scores[measure].value for row in best],
+            where="pre",
+            color=LIGHT["muted"],
+            linewidth=1.1,
+        )
+    for row in rows:
+        score, speed, colour = (
+            row.scores[measure],
+            row.speedup if row.speed == row.speedup.value else Value(row.speed),
+            _colour(row, colours),
+        )
+        on = row in best
+        for low, high, flat in ((speed.low, speed.high, True), (score.low, score.high, False)):
+            if low is not None and high is not None:
+                xs, ys = ([low, high], [score.value] * 2) if flat else ([row.speed] * 2, [low, high])
+                axes.plot(xs, ys, color=colour, linewidth=0.9, alpha=0.45 if on else 0.22)
+        if row.verdict == "broken":
+            axes.plot([row.speed], [score.value], marker="x", markersize=6, markeredgewidth=1.6, color=LIGHT["bad"])
+        else:
+            _dot(axes, row.speed, score.value or 0.0, colour, hollow=not on, size=5.5 if on else 4)
+    axes.set_title(_short(measure.title, 40), loc="left")
+    axes.grid(color=LIGHT["grid"], linewidth=0.6)
+    axes.tick_params(labelcolor=LIGHT["muted"])
+    axes.margins(0.12)
+    if not measure.higher:
+        axes.invert_yaxis()
+    _name_spots(
+        axes,
+        [(row.speed or 0.0, row.scores[measure].value or 0.0, row.label, _colour(row, colours)) for row in best],
+        widest,
+    )
+
+
+def _styles(rows: Sequence[Row]) -> list[Any]:
+    """Rows of one drafter share its colour and differ in their lines."""
+    seen: dict[str, int] = {}
+    out = []
+    for row in rows:
+        seen[row.drafter] = seen.get(row.drafter, -1) + 1
+        out.append(STYLES[seen[row.drafter] % len(STYLES)])
+    return out
+
+
+def _curve(row: Row) -> Sequence[Any]:
+    found = row.run.at("strategy.acceptance_by_position")
+    return found if isinstance(found, list) else ()
+
+
+def _categories(row: Row) -> Mapping[str, Any]:
+    found = row.run.at("by_category")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _costs(row: Row) -> dict[float, float]:
+    """T(k) ÷ T(1) by k; empty without T(1)."""
+    seconds = row.run.at("profile.seconds")
+    first = number_at(seconds, "1")
+    if not first or not isinstance(seconds, Mapping):
+        return {}
+    known = {int(k): value for k in seconds if str(k).isdecimal() and (value := number_at(seconds, str(k))) is not None}
+    return {k: known[k] / first for k in sorted(known)}
+
+
+def _colour(row: Row, colours: Mapping[str, str]) -> str:
+    return LIGHT[colours[row.drafter]]
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _short(text: str, widest: int) -> str:
+    """Without its middle: what tells labels apart stands at both ends."""
+    tail = (widest - 1) * 3 // 5
+    return text if len(text) <= widest else f"{text[: widest - 1 - tail]}…{text[-tail:]}"
+
+
+def _more(found: Sequence[Row]) -> str:
+    return f" The first {SHOWN} of {len(found)} rows." if len(found) > SHOWN else ""
+
+
+def _plain_ticks(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

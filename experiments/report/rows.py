@@ -1,0 +1,323 @@
+"""Rows that may stand in one ranking, ranked: what each is called, its quality, and whether another row is better."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..files import NOT_IN_KEY
+from .load import Run, at, number_at
+
+FAITHFUL = ("exact", "near-tie", "same law")  # the target's own output, or its law
+# what a run was asked beside what it measures, or what its group shares
+_UNNAMED = (*NOT_IN_KEY, "profile", "compare_hf", "timing", "trusted", "device", "dtype", "threads", "quality", "tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number with its 95 % interval, as far as it is known."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+    @classmethod
+    def of(cls, found: Any) -> "Value":
+        value, low, high, n = (number_at(found, name) for name in ("value", "low", "high", "n"))
+        bounds = (None, None) if low is None or high is None else (low, high)
+        return cls(value, *bounds, None if n is None else int(n))
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One task's main metric. Scores under equal measures may be compared: `asked` holds the task's digest and how it
+    was put to the model."""
+
+    task: str
+    metric: str
+    asked: str
+    higher: bool = True
+
+    @property
+    def title(self) -> str:
+        return f"{self.task} {self.metric}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`speed`: what the group is ranked by. `dominated`: the label of a row that is at least as fast and at least as
+    good, and better in one of the two."""
+
+    run: Run
+    label: str
+    drafter: str
+    scores: Mapping[Measure, Value] = field(default_factory=dict)
+    speed: float | None = None
+    dominated: str | None = None
+
+    @property
+    def verdict(self) -> str | None:
+        found = self.run.at("exactness.verdict")
+        return found if isinstance(found, str) else None
+
+    @property
+    def status(self) -> str:
+        return str(self.run.at("status") or "done")
+
+    @property
+    def speedup(self) -> Value:
+        return Value.of(self.run.at("speedup"))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it may dominate another row, or be dominated: a whole run whose output is what it should be."""
+        return self.speed is not None and self.status == "done" and self.verdict not in (None, "broken")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows of one machine, model, dtype and task. `speed`: the number that they are ranked by."""
+
+    title: str
+    machine: str
+    shared: str
+    speed: str
+    rows: tuple[Row, ...]
+    measures: tuple[Measure, ...]
+
+
+# --- groups
+
+
+def grouped(runs: Iterable[Run]) -> list[Group]:
+    """Kept apart: hardware, weights, dtype, prompts, and what makes the same prompts another measurement (their
+    template, how many tokens are decoded, how many prompts at once)."""
+    found: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        found.setdefault(_condition(run), []).append(run)
+    return [_group(some) for some in found.values()]
+
+
+def _condition(run: Run) -> tuple[str, ...]:
+    task = [run.at(f"config.task.{key}") for key in ("max_new_tokens", "chat", "template")]
+    asked = [task, run.at("config.batch")] if run.at("digests.task") is not None else None
+    where = [run.at(path) for path in ("provenance.device", "digests.weights", "provenance.dtype", "digests.task")]
+    return tuple(_plain(part) for part in (*where, asked))
+
+
+def _group(runs: Sequence[Run]) -> Group:
+    labels = _labels(runs)
+    # where the rows' plain decoding differs in more than the moment, each speedup has another unit
+    forms = {_plain([run.at("config.quantization"), run.at("config.attention")]) for run in runs}
+    speed = "speedup" if len(forms) == 1 else "tokens per second"
+    path = "speedup.value" if speed == "speedup" else "strategy.tokens_per_second"
+    rows = [
+        Row(run, label, drafter(run), _scores(run), run.number(path)) for run, label in zip(runs, labels, strict=True)
+    ]
+    rows.sort(key=lambda row: (row.verdict == "broken", row.speed is None, -(row.speed or 0.0), row.label))
+    first = runs[0]
+    timed = first.at("digests.task") is not None
+    title = [model(first), _text(first.at("provenance.dtype")), task(first) if timed else "quality alone"]
+    said = {
+        "prompts": first.at("prompts") if timed else None,
+        "tokens at most": first.at("config.task.max_new_tokens") if timed else None,
+        "at once": batch if timed and isinstance(batch := first.at("config.batch"), int) and batch > 1 else None,
+    }
+    shared = [f"{value} {what}" for what, value in said.items() if value is not None]
+    shared += [
+        f"{what} {_text(first.at(f'digests.{what}'))[:8]}"
+        for what in ("weights", "task")
+        if first.at(f"digests.{what}")
+    ]
+    return Group(
+        " · ".join(title),
+        _text(first.at("provenance.device")),
+        " · ".join(shared),
+        speed,
+        tuple(_marked(rows)),
+        tuple(dict.fromkeys(measure for row in rows for measure in row.scores)),
+    )
+
+
+def model(run: Run) -> str:
+    asked = run.at("config.model")
+    name = at(asked, "name") or _tail(at(asked, "path")) or "unknown model"
+    adapter = at(asked, "adapter")
+    return f"{name} + {_tail(adapter)}" if adapter else str(name)
+
+
+def task(run: Run) -> str:
+    asked = run.at("config.task")
+    return str(_tail(at(asked, "path"), ".jsonl") or at(asked, "dataset") or at(asked, "name") or "task")
+
+
+def _tail(path: Any, suffix: str = "") -> str | None:
+    return str(path).rstrip("/").rpartition("/")[2].removesuffix(suffix) or None if path else None
+
+
+def _text(value: Any) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+# --- labels
+
+
+def drafter(run: Run) -> str:
+    """One file a drafter: the module of its class."""
+    return _part(run.at("config.drafting"))
+
+
+def _part(settings: Any) -> str:
+    """The name of a part: of its module, or of its class where that is all there is (a rule, a repr)."""
+    if isinstance(settings, Mapping):
+        *_, module, kind = ("", *str(settings.get("_target_", "?")).split("."))
+        return kind.lower() if module in ("acceptance", "") else module
+    return str(settings).partition("(")[0] if settings is not None else "?"
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The drafter, and what else differs between the configurations, in as few words as tell them apart."""
+    known = [{**_flat(run.at("config"))} for run in runs]
+    parts = {name: [_part(run.at(f"config.{name}")) for run in runs] for name in ("drafting", "acceptance")}
+    labels = []
+    for i, mine in enumerate(known):
+        words = [parts["drafting"][i]]
+        if len(set(parts["acceptance"])) > 1 and parts["acceptance"][i] != "greedy":  # the default
+            words.append(parts["acceptance"][i])
+        for key, value in mine.items():
+            group, _, leaf = key.partition(".")
+            if group in _UNNAMED or key.endswith("_target_"):
+                continue
+            # a key of a part is compared with the same part's alone: another one does not have it
+            same = [
+                other.get(key, value)
+                for j, other in enumerate(known)
+                if group not in parts or parts[group][j] == parts[group][i]
+            ]
+            if any(other != value for other in same):
+                words.append(f"{leaf if group in parts else key}={_shown(value)}")
+        labels.append(" ".join(words))
+    return _numbered(labels, runs)
+
+
+def _flat(config: Any, prefix: str = "") -> Mapping[str, Any]:
+    if not isinstance(config, Mapping):
+        return {}
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        out |= _flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return out
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return _tail(value) or value
+    if isinstance(value, list):
+        return "+".join(_part(item) if isinstance(item, Mapping) else _shown(item) for item in value)
+    return _plain(value)
+
+
+def _numbered(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """A configuration that was run again is #2, in the order of time."""
+    order = sorted(range(len(runs)), key=lambda i: (str(runs[i].at("provenance.started_at")), str(runs[i].folder)))
+    out, seen = list(labels), dict.fromkeys(labels, 0)
+    for i in order:
+        seen[labels[i]] += 1
+        if seen[labels[i]] > 1:
+            out[i] = f"{labels[i]} #{seen[labels[i]]}"
+    return out
+
+
+# --- quality
+
+
+def _scores(run: Run) -> dict[Measure, Value]:
+    tasks = run.at("quality.tasks")
+    out = {}
+    for name, found in tasks.items() if isinstance(tasks, Mapping) else ():
+        main = at(found, "main")
+        metrics = at(found, "metrics")
+        value = Value.of(metrics.get(main)) if isinstance(metrics, Mapping) else Value()
+        if isinstance(main, str) and value.value is not None:
+            settings = at(found, "settings")
+            # how many items were put to the model side by side is no part of the question
+            asked = {k: v for k, v in settings.items() if k != "batch"} if isinstance(settings, Mapping) else {}
+            question = _plain([at(found, "digest"), asked, at(found, "n")])
+            out[Measure(str(name), main, question, at(found, "higher_is_better") is not False)] = value
+    return out
+
+
+# --- who is better
+
+
+def _marked(rows: Sequence[Row]) -> list[Row]:
+    out = []
+    for row in rows:
+        better = next((other for other in rows if dominates(other, row)), None)
+        out.append(row if better is None else replace(row, dominated=better.label))
+    return out
+
+
+def dominates(a: Row, b: Row) -> bool:
+    """`a` is at least as fast as `b` and at least as good, and better in one of the two.
+
+    Good: rows whose output is the target's own (exact, near-tie, same law) under the same law are equally good,
+    whatever their scores say; else the scores of the tasks that `b` was scored on decide, each of them; without scores,
+    a row whose output is the target's own is better than a lossy one. Where nothing decides, neither row dominates.
+    Broken and interrupted rows take no part.
+    """
+    if a is b or not (a.comparable and b.comparable):
+        return False
+    good = _as_good(a, b)
+    if good is None or a.speed is None or b.speed is None:
+        return False
+    return a.speed >= b.speed and good >= 0 and (a.speed > b.speed or good > 0)
+
+
+def _as_good(a: Row, b: Row) -> int | None:
+    """1: `a` is better in something and worse in nothing, 0: equal, -1: worse in something. None: nobody knows."""
+    if a.verdict in FAITHFUL and b.verdict in FAITHFUL and _law(a) == _law(b):
+        return 0
+    if b.scores and b.scores.keys() <= a.scores.keys():
+        gains = [_gain(measure, a.scores[measure], b.scores[measure]) for measure in b.scores]
+        return -1 if min(gains) < 0 else int(max(gains) > 0)
+    if a.verdict in FAITHFUL and b.verdict not in FAITHFUL and _form(a) == _form(b):
+        return 1
+    return None
+
+
+def _gain(measure: Measure, a: Value, b: Value) -> float:
+    gain = (a.value or 0.0) - (b.value or 0.0)
+    return gain if measure.higher else -gain
+
+
+def _form(row: Row) -> str:
+    """The target as it was run: its quantiser and its KV layout."""
+    return _plain([row.run.at("config.quantization"), row.run.at("config.attention")])
+
+
+def _law(row: Row) -> str:
+    """What a faithful output is drawn from. Rules of one law have the same keys."""
+    rule = row.run.at("config.acceptance")
+    keys = {k: v for k, v in rule.items() if k != "_target_"} if isinstance(rule, Mapping) else rule
+    return _plain([keys, _form(row)])
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (speed, goodness), by speed, to which no other is at least equal in both and better in
+    one."""
+
+    def beaten(x: float, y: float) -> bool:
+        return any(p >= x and q >= y and (p > x or q > y) for p, q in points)
+
+    return sorted((i for i, point in enumerate(points) if not beaten(*point)), key=lambda i: points[i])

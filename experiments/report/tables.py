@@ -1,0 +1,277 @@
+"""The rows as tables: in the terminal, in Markdown, and in CSV, where numbers are as they are in the files."""
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..format import interval, number, percent, seconds, size
+from .load import Found
+from .rows import Group, Measure, Row, Value
+
+if TYPE_CHECKING:
+    from .changes import Change, Comparison
+
+RANKED = "ranked by {speed}, broken rows last"
+DOMINATED = (
+    "dominated: another row of the table is at least as fast and at least as good, and better in one of the two; rows "
+    "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide"
+)
+_AT_ONCE = 4  # columns of scores in a terminal of 80
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`least`: the width of a terminal that has room for it; None: only pages have."""
+
+    title: str
+    show: Callable[[Row], str]
+    least: int | None = None
+
+
+def _number(path: str, digits: int = 2, unit: str = "") -> Callable[[Row], str]:
+    return lambda row: number(row.run.number(path), digits, unit)
+
+
+def _interval(path: str) -> Callable[[Row], str]:
+    return lambda row: interval(asdict(Value.of(row.run.at(path))))
+
+
+COLUMNS: Sequence[Column] = (
+    Column("speedup [95 %]", _interval("speedup"), 0),
+    Column("predicted", _number("predicted_speedup", 2, "×")),
+    Column("end to end [95 %]", _interval("end_to_end_speedup"), 130),
+    Column("τ", _number("strategy.tokens_per_step"), 0),
+    Column("acceptance", lambda row: percent(row.run.number("strategy.acceptance_rate")), 0),
+    Column("output", lambda row: _output(row), 0),
+    Column("tokens/s", _number("strategy.tokens_per_second", 1), 90),
+    Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 106),
+    Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 106),
+    Column("weights", lambda row: size(row.run.number("memory.weights_bytes"))),
+    Column("KV cache", lambda row: size(row.run.number("memory.kv_bytes"))),
+    Column("peak memory", lambda row: size(row.run.number("memory.peak_bytes"))),
+)
+
+
+def _output(row: Row) -> str:
+    verdict = row.verdict or "–"
+    return verdict if row.status in ("done", "broken") else f"{verdict}, {row.status}"
+
+
+def columns(group: Group) -> list[Column]:
+    """Those that say something of at least one row, and a column for each task."""
+    scores = [Column(title(measure), _scored(measure)) for measure in group.measures]
+    return [column for column in (*COLUMNS, *scores) if any(column.show(row) != "–" for row in group.rows)]
+
+
+def title(measure: Measure) -> str:
+    return measure.title if measure.higher else f"{measure.title} (less is better)"
+
+
+def _scored(measure: Measure) -> Callable[[Row], str]:
+    return lambda row: score(row.scores.get(measure, Value()))
+
+
+def score(found: Value) -> str:
+    if found.value is None:
+        return "–"
+    digits = 3 if abs(found.value) < 10 else 2
+    bounds = "" if found.low is None else f" [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    return f"{found.value:.{digits}f}{bounds}"
+
+
+def mark(row: Row) -> str:
+    """Behind a label."""
+    return "" if row.dominated is None else " †"
+
+
+def notes(group: Group) -> list[str]:
+    """What the tables do not say of themselves."""
+    said = [RANKED.format(speed=group.speed)]
+    if any(row.dominated for row in group.rows):
+        said.append(f"† {DOMINATED}")
+    kinds = sorted({str(kind) for row in group.rows if (kind := row.run.at("baseline.kind")) is not None})
+    if kinds:
+        said.append(f"baseline: {' or '.join(kinds)}, whichever was the faster plain decoding of the run")
+    apart = {m.title for m in group.measures if [o.title for o in group.measures].count(m.title) > 1}
+    said += [f"{name} stands more than once: its items, shots, template or limit differ" for name in sorted(apart)]
+    return said
+
+
+# --- terminal
+
+
+def show(groups: Sequence[Group], found: Found, against: "Comparison | None", console: Any) -> None:
+    """Print it all; tables fit into the terminal."""
+    from rich.text import Text
+
+    for group in groups:
+        console.print(Text(group.title, style="bold"))
+        console.print(Text(" · ".join(filter(None, (group.machine, group.shared)))))
+        width = console.width
+        _print(console, group, [c for c in COLUMNS if c.least is not None and c.least <= width])
+        some = [Column(title(measure), _scored(measure)) for measure in group.measures]
+        for begin in range(0, len(some), _AT_ONCE):
+            _print(console, group, some[begin : begin + _AT_ONCE])
+        for note in notes(group):
+            console.print(Text(note, style="dim"))
+        console.print()
+    if found.unfinished:
+        _print_table(console, ("cells without a result", "status", "why"), [_told(c) for c in found.unfinished])
+        console.print()
+    if against is not None:
+        _print_table(console, CHANGE_COLUMNS, [change_cells(change) for change in against.changes])
+        for note in against.notes:
+            console.print(Text(note, style="dim"))
+
+
+def _told(cell: Any) -> tuple[str, str, str]:
+    return (cell.label, cell.status, cell.reason or "–")
+
+
+def _print(console: Any, group: Group, some: Sequence[Column]) -> None:
+    said = [c for c in some if any(c.show(row) != "–" for row in group.rows)]
+    lines = [(f"{row.label}{mark(row)}", *(c.show(row) for c in said)) for row in group.rows]
+    _print_table(console, ("strategy", *(c.title for c in said)), lines)
+
+
+def _print_table(console: Any, titles: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for i, name in enumerate(titles):
+        table.add_column(name, overflow="fold", min_width=min(12, len(name)) if i == 0 else None)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    console.print(table)
+
+
+# --- Markdown
+
+
+def markdown(groups: Sequence[Group], found: Found, against: "Comparison | None") -> str:
+    return "\n".join(_markdown(groups, found, against)) + "\n"
+
+
+def _markdown(groups: Sequence[Group], found: Found, against: "Comparison | None") -> Iterator[str]:
+    yield "# decodelab report"
+    for group in groups:
+        yield f"\n## {_literal(group.title)}\n"
+        yield f"{_literal(' · '.join(filter(None, (group.machine, group.shared))))}\n"
+        some = columns(group)
+        lines = [(f"{row.label}{mark(row)}", *(c.show(row) for c in some)) for row in group.rows]
+        yield from _table(("strategy", *(c.title for c in some)), lines)
+        yield ""
+        yield from (f"- {_literal(note)}" for note in notes(group))
+    if found.unfinished:
+        yield "\n## Cells without a result\n"
+        yield from _table(("cell", "status", "why"), [_told(cell) for cell in found.unfinished])
+    if against is not None:
+        yield f"\n## Against {_literal(against.name)}\n"
+        yield from _table(CHANGE_COLUMNS, [change_cells(change) for change in against.changes])
+        yield ""
+        yield from (f"- {_literal(note)}" for note in against.notes)
+    if found.notes:
+        yield "\n## Not read\n"
+        yield from (f"- {_literal(note)}" for note in found.notes)
+
+
+def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(map(_literal, titles))} |"
+    yield f"| --- |{' ---: |' * (len(titles) - 1)}"
+    yield from (f"| {' | '.join(map(_literal, line))} |" for line in lines)
+
+
+def _literal(text: str) -> str:
+    """Nothing in it is Markdown or HTML."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text)
+
+
+# --- CSV
+
+_PATHS = (
+    "status", "prompts", "exactness.verdict", "exactness.identical",
+    "speedup.value", "speedup.low", "speedup.high", "speedup.n", "predicted_speedup",
+    "end_to_end_speedup.value", "end_to_end_speedup.low", "end_to_end_speedup.high",
+    "strategy.tokens_per_step", "strategy.acceptance_rate", "strategy.tokens_per_second", "strategy.ttft_s",
+    "strategy.tpot_s", "strategy.latency_s", "baseline.kind", "baseline.tokens_per_second", "decode.mbu",
+    "memory.weights_bytes", "memory.kv_bytes", "memory.peak_bytes", "provenance.device", "provenance.dtype",
+    "provenance.commit", "provenance.started_at", "digests.weights", "digests.task", "key",
+)  # fmt: skip
+
+
+def comma_separated(groups: Sequence[Group], found: Found, against: "Comparison | None") -> str:
+    """A line a run, whatever its group, and a line a cell without a result. Empty: not known."""
+    rows = [line for group in groups for line in _lines(group, against)]
+    rows += [
+        {"strategy": c.label, "status": c.status, "why": c.reason, "folder": str(c.folder)} for c in found.unfinished
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _lines(group: Group, against: "Comparison | None") -> Iterator[dict[str, Any]]:
+    for row in group.rows:
+        line: dict[str, Any] = {"group": group.title, "strategy": row.label, "dominated_by": row.dominated}
+        line |= {path: row.run.at(path) for path in _PATHS}
+        for measure in group.measures:
+            found = row.scores.get(measure, Value())
+            name = f"quality.{measure.task}.{measure.metric}"
+            if name in line and line[name] is not None:
+                continue  # the same task, asked otherwise: the row has one of the two
+            line |= {name: found.value, f"{name}.low": found.low, f"{name}.high": found.high}
+        change = None if against is None else against.of(row.run)
+        if change is not None:
+            line["against.folder"] = str(change.before.folder)
+            for name, value in (("time_per_token", change.time), ("baseline_time_per_token", change.baseline)):
+                line |= {f"against.{name}.{part}": getattr(value, part) for part in ("value", "low", "high", "n")}
+        yield line | {"folder": str(row.run.folder)}
+
+
+# --- changes
+
+CHANGE_COLUMNS = ("cell", "time per token", "of plain decoding", "speedup", "τ", "acceptance", "same outputs", "output")
+
+
+def change_cells(change: "Change") -> tuple[str, ...]:
+    before, after = change.before, change.after
+    same = "–" if change.shared == 0 else f"{change.identical} of {change.shared}"
+    verdicts = [run.at("exactness.verdict") or "–" for run in (before, after)]
+    return (
+        change.label,
+        slower(change.time),
+        slower(change.baseline),
+        _both(number(before.number("speedup.value"), 2, "×"), number(after.number("speedup.value"), 2, "×")),
+        _both(number(before.number("strategy.tokens_per_step")), number(after.number("strategy.tokens_per_step"))),
+        _both(percent(before.number("strategy.acceptance_rate")), percent(after.number("strategy.acceptance_rate"))),
+        same,
+        _both(*verdicts),
+    )
+
+
+def _both(before: str, after: str) -> str:
+    return before if before == after else f"{before} → {after}"
+
+
+def slower(change: Value) -> str:
+    """Of seconds per token: "2.0 % slower [−1.0, 5.0]"."""
+    if change.value is None:
+        return "–"
+    sign, word = (1, "slower") if change.value >= 0 else (-1, "faster")
+    bounds = [100 * sign * bound for bound in (change.low, change.high) if bound is not None]
+    text = f"{100 * abs(change.value):.1f} % {word}"
+    if len(bounds) == 2:
+        return f"{text} [{_signed(min(bounds))}, {_signed(max(bounds))}]"
+    return f"{text} (n={change.n})"
+
+
+def _signed(value: float) -> str:
+    return f"{value:.1f}".replace("-", "−")
