@@ -20,8 +20,10 @@ _MEANING = {
     "broken": "NOT the target's output",
 }
 _STYLE = {"exact": "green", "near-tie": "yellow", "same law": "green", "lossy": "yellow", "broken": "bold red"}
+_JUDGED = {"worse": "bold red", "better": "green", "equivalent": "green", "undecided": "yellow"}
 _PHASES = ("draft", "verify", "accept", "commit", "other")
 _WIDEST = 24  # characters of a name in a table; 80 columns must do
+_NARROW = 18  # where the table has seven columns
 _DIVERGENCES = 5  # shown
 
 
@@ -53,6 +55,63 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
     if r["profile"]:
         yield [_profile(r["profile"]), *map(Text, r["profile"]["explained"])]
     yield [Text(f"note: {w}", style="yellow") for w in r["warnings"]]
+
+
+def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
+    """Quality against the reference run: what `quality.against` of a result holds."""
+    differs = ", ".join(found["differs_in"]) or "nothing that is recorded"
+    yield Text(f"against {found['reference']['folder']}, which differs in {differs}")
+    table = _table("task", "ref.", "run", "difference [95 %]", "flips", "p", "verdict")
+    for name, task in found["tasks"].items():
+        main = task["metrics"][task["main"]]
+        digits = 2 if main["effect"] == "ratio" else 3
+        table.add_row(
+            Text(_short(name, _NARROW)),
+            number(main["reference"], digits),
+            number(main["mine"], digits),
+            _change(main),
+            "" if main["n01"] is None else f"+{main['n01']} −{main['n10']}",
+            f"{task['p_holm']:.3f}",
+            Text(task["verdict"], style=_JUDGED[task["verdict"]]),
+        )
+    if (all_ := found["combined"]) is not None:
+        verdict = Text(all_["verdict"], style=_JUDGED[all_["verdict"]])
+        table.add_row(f"mean of {len(all_['tasks'])}", "", "", _change(all_), "", f"{all_['p']:.3f}", verdict)
+    yield table
+    yield from map(Text, _remarks(found))
+
+
+def _change(effect: Mapping[str, Any]) -> str:
+    if effect["effect"] == "ratio":
+        return interval(effect)
+    if effect["low"] is None:
+        return f"{effect['value']:+.3f} (n={effect['n']})"
+    return f"{effect['value']:+.3f} [{effect['low']:+.3f}, {effect['high']:+.3f}]"
+
+
+def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
+    epsilon = found["epsilon"]
+    for name, task in found["tasks"].items():
+        main = task["metrics"][task["main"]]
+        if task["verdict"] == "undecided":
+            least = main["detectable"]
+            reach = (
+                "too few to find any" if least is None else f"which find a difference of {least:.3f} in 4 of 5 tries"
+            )
+            yield f"{name}: {main['n']} items, {reach}; ε is {epsilon:g}"
+        if any(task["unpaired"].values()):
+            here, there = task["unpaired"]["mine"], task["unpaired"]["reference"]
+            yield f"{name}: {main['n']} items are in both; {here} are only in this run, {there} only in the reference"
+    for departure in found["allowed"]:
+        yield f"note: allowed to differ in {departure['key']}: {departure['what']} ({', '.join(departure['tasks'])})"
+    for side, names in (("this run", found["only_here"]), ("the reference", found["only_there"])):
+        if names:
+            yield f"note: only in {side}, so not compared: {', '.join(names)}"
+    if found["interrupted"]["reference"]:
+        yield "note: the reference was interrupted"
+    changed = sum(task["metrics"][task["main"]]["changed"] for task in found["tasks"].values())
+    if changed:
+        yield f"{changed} items changed; flips.jsonl holds them, worst first. p is corrected for all tasks (Holm)"
 
 
 def _table(*columns: str) -> Table:
@@ -142,8 +201,8 @@ def _profile(profile: Mapping[str, Any]) -> Table:
     return table
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _WIDEST else f"{name[: _WIDEST - 1]}…"
+def _short(name: str, most: int = _WIDEST) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def reasons(samples: Sequence[Sample]) -> list[str]:

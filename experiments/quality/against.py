@@ -1,0 +1,511 @@
+"""A run's quality against a reference run's: the same items, paired.
+
+Two runs share their items, so what differs between them is in the items that changed. An unpaired test throws that away
+(lm-eval#3831: p = 0.080 unpaired, 0.008 paired). Items are paired by task and document, answers drawn several times are
+averaged within the item first.
+
+effect     value, 95 % interval                                   p
+---------  -----------------------------------------------------  ------------------------------------------------
+0/1 score  difference of means, Tango's score interval            McNemar's, exact
+score      difference of means, paired bootstrap                  sign-flip permutation
+perplexity ratio, paired bootstrap over documents                 sign-flip permutation of log p
+
+Verdicts, at ε, for the task's main metric; a difference is signed so that above 0 this run is better:
+  equivalent  the two one-sided tests (Schuirmann 1987) at 5 % hold: the 90 % interval lies strictly within ±ε; for
+              perplexity that of the ratio within 1/(1 + ε) and 1 + ε
+  worse       not that, the 95 % interval lies below 0, and p, corrected for all tasks (Holm), is under 0.05
+  better      the same, above 0
+  undecided   anything else: `detectable` says what difference so many items would have found (80 % power, 5 %)
+
+A real difference may be smaller than ε: that is `equivalent`. Where scores are not 0 or 1, the 90 % interval is never
+narrower than that of as many 0/1 pairs without a flip, and where nothing changed it is that one: a bootstrap of items
+that hardly ever change is too narrow, and of items that never did it has no width.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import exp, expm1, isfinite, log, log1p
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from ...decoding.errors import UserError
+from ..construct import did_you_mean
+from ..files import read_result, write_atomic
+from ..statistics import (
+    SIGNIFICANT,
+    Column,
+    Interval,
+    detectable_flips,
+    detectable_mean,
+    holm,
+    macro_interval,
+    mcnemar,
+    mean_interval,
+    ratio_interval,
+    score_interval,
+    sign_flip,
+)
+from .settings import Difference
+
+Verdict = Literal["worse", "better", "equivalent", "undecided"]
+
+# Of a task, and the key that accepts a difference.
+_OF_TASK = {"digest": "task", "kind": "task", "main": "task"}
+_OF_SETTINGS = {
+    "scorer": "task", "chat": "template", "template": "template", "system": "template", "shots": "template",
+    "batch": "batch", "limit": "counting",
+}  # fmt: skip
+_OF_ANSWERS = {"max_new_tokens": "counting", "stop": "counting"}
+_REQUIRED = ("task", "id", "repeat", "doc_hash", "scores")
+# Keys of a configuration that are compared by themselves, or change no score.
+_NOT_LISTED = (
+    "acceptance", "against", "batch", "budget_hours", "cell", "compare_hf", "hydra", "output", "profile", "quality",
+    "rerun", "search", "seed", "stop_after_failures", "task", "tasks", "threads", "timing", "tracking", "trusted",
+)  # fmt: skip
+_SHOWN = 40  # characters of a value in a refusal
+
+
+@dataclass(frozen=True, slots=True)
+class RunQuality:
+    """What a run found of quality. `quality`, `config`, `digests` and `provenance` are those of its result.json (the
+    last may be empty), `rows` the lines of the quality.jsonl in `folder`."""
+
+    folder: Path
+    key: str
+    quality: Mapping[str, Any]
+    config: Mapping[str, Any]
+    digests: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """`what` is not alike in these tasks; `key` accepts it."""
+
+    key: str
+    what: str
+    mine: Any
+    reference: Any
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """An item in both runs: rows of each, one a repeat."""
+
+    mine: Sequence[Mapping[str, Any]]
+    reference: Sequence[Mapping[str, Any]]
+
+
+def compare_folders(mine: Path, reference: Path, epsilon: float = 0.02, allow: Collection[str] = ()) -> dict[str, Any]:
+    """`compare` of two run folders. Writes `flips.jsonl` into the first: the items whose score changed, worst first."""
+    return compare_and_write(read_quality(mine), read_quality(reference), epsilon=epsilon, allow=allow)
+
+
+def compare_and_write(
+    mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: Collection[str] = ()
+) -> dict[str, Any]:
+    """`compare`, and `flips.jsonl` beside the run's quality.jsonl."""
+    found = compare(mine, reference, epsilon=epsilon, allow=allow)
+    try:
+        lines = [json.dumps(row) + "\n" for row in flips(mine, reference)]
+        write_atomic(mine.folder / "flips.jsonl", "".join(lines))
+    except OSError as error:
+        raise UserError(f"{mine.folder / 'flips.jsonl'} cannot be written ({error.strerror})") from error
+    return found
+
+
+def read_quality(folder: Path) -> RunQuality:
+    """A run's quality, from its result.json and quality.jsonl. What is not whole is refused."""
+    again = "name the folder of a run with quality.tasks"
+    file, items = folder / "result.json", folder / "quality.jsonl"
+    if not file.exists():
+        raise UserError(f"{folder} holds no result.json; {again}")
+    result = read_result(file)
+    if not result.get("quality"):
+        raise UserError(f"{folder} is a run without quality; {again}")
+    try:
+        of = {key: result[key] for key in ("key", "quality", "config", "digests", "provenance")}
+        run = RunQuality(folder, **of, rows=read_rows(items))
+        expected = {name: (task["n"], task["main"]) for name, task in run.quality["tasks"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not as this version writes it ({error}); run it again") from None
+    for name, (n, main) in expected.items():
+        found = _items(run, name)
+        if len(found) != n:
+            raise UserError(f"{items} holds {len(found)} of {n} items of {name}; run it again")
+        if lacking := [row["id"] for rows in found.values() for row in rows if main not in row["scores"]]:
+            raise UserError(f"{items}: item {lacking[0]} of {name} has no {main}; run it again")
+    return run
+
+
+def read_rows(path: Path) -> list[Mapping[str, Any]]:
+    """The lines of a quality.jsonl, each with a finite number for every score."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): the run's items are gone; run it again") from error
+    rows = []
+    for i, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise UserError(f"{path} is broken in line {i} of {len(lines)}; run it again") from None
+        if not isinstance(row, dict) or (missing := [key for key in _REQUIRED if key not in row]):
+            lacks = f"has no {missing[0]}" if isinstance(row, dict) else "is no object"
+            raise UserError(f"{path}: line {i} {lacks}; run it again")
+        for metric, score in row["scores"].items():
+            if not isinstance(score, int | float) or not isfinite(score):
+                raise UserError(f"{path}: {metric} of item {row['id']} is {score}, which cannot be compared")
+        rows.append(row)
+    return rows
+
+
+def refuse(mine: RunQuality, reference: RunQuality, allow: Collection[str]) -> list[Departure]:
+    """The differences that `allow` accepts; UserError for any other. Needs no rows: it can be asked before the work."""
+    known = get_args(Difference)
+    for key in allow:
+        if key not in known:
+            raise UserError(f"quality.allow={key} is unknown: {did_you_mean(key, known)}it takes {', '.join(known)}")
+    common = _common(mine, reference)
+    found = list(_differences(mine, reference, common))
+    if refused := [d for d in found if d.key not in allow]:
+        whats = "; ".join(_told(d, len(common)) for d in refused)
+        keys = ",".join(dict.fromkeys(d.key for d in refused))
+        raise UserError(
+            f"not comparable with {reference.folder}: {whats}; run both alike, or accept it with quality.allow=[{keys}]"
+        )
+    return found
+
+
+def _told(d: Departure, tasks: int) -> str:
+    where = "" if len(d.tasks) == tasks else f" of {', '.join(d.tasks)}"
+    return f"{d.what}{where} is {_short(d.mine)} here, {_short(d.reference)} there"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(json.dumps(value, ensure_ascii=False)).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def _common(mine: RunQuality, reference: RunQuality) -> list[str]:
+    """The tasks of both."""
+    here, there = mine.quality["tasks"], reference.quality["tasks"]
+    if common := [name for name in here if name in there]:
+        return common
+    raise UserError(
+        f"not comparable with {reference.folder}: no task in common, {', '.join(here)} here, {', '.join(there)} there"
+    )
+
+
+def _differences(mine: RunQuality, reference: RunQuality, common: Sequence[str]) -> Iterator[Departure]:
+    """Each with the tasks that it is of."""
+    found: dict[str, tuple[str, str, Any, Any, list[str]]] = {}
+
+    def note(task: str, key: str, what: str, here: Any, there: Any) -> None:
+        if here != there:
+            same = json.dumps([what, here, there], sort_keys=True, default=str)
+            found.setdefault(same, (key, what, here, there, []))[-1].append(task)
+
+    for name in common:
+        here, there = mine.quality["tasks"][name], reference.quality["tasks"][name]
+        decodes = "decoding" in (here["measures"], there["measures"])  # else nothing was drawn, cut or stopped
+        for what, key in _OF_TASK.items():
+            note(name, key, what, here[what], there[what])
+        for what, key in (_OF_SETTINGS | (_OF_ANSWERS if decodes else {})).items():
+            note(name, key, what, here["settings"].get(what), there["settings"].get(what))
+        note(name, "backend", "backend", mine.quality["backend"], reference.quality["backend"])
+        if decodes:
+            note(name, "counting", "repeats", here["repeats"], there["repeats"])
+            note(name, "counting", "thinking", _thinking(mine), _thinking(reference))
+            rules = [run.config.get("acceptance") for run in (mine, reference)]
+            note(name, "acceptance", "acceptance", *rules)
+            if not all("Greedy" in str(rule) for rule in rules):
+                note(name, "seed", "seed", mine.config.get("seed"), reference.config.get("seed"))
+    for name in common:
+        if not any(key == "template" and name in tasks for key, *_, tasks in found.values()):
+            pairs = _pairs(mine, reference, name)
+            hashes = [(pair.mine[0].get("prompt_hash"), pair.reference[0].get("prompt_hash")) for pair in pairs]
+            if changed := [pair for pair in hashes if pair[0] != pair[1]]:
+                note(name, "template", f"the prompt of {len(changed)} of {len(pairs)} items", *changed[0])
+    return (Departure(key, what, here, there, tuple(tasks)) for key, what, here, there, tasks in found.values())
+
+
+def _thinking(run: RunQuality) -> Any:
+    return (run.config.get("quality") or {}).get("thinking")
+
+
+def _items(run: RunQuality, task: str) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    """The rows of each item, by its document's hash; of equal documents, by which of them it is."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in run.rows:
+        if row["task"] == task:
+            found.setdefault((row["doc_hash"], json.dumps(row["id"])), []).append(row)
+    out: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    alike: Counter[str] = Counter()
+    for (document, _), rows in found.items():
+        repeats = [row["repeat"] for row in rows]
+        if len(set(repeats)) < len(repeats):
+            raise UserError(f"{run.folder / 'quality.jsonl'} holds item {rows[0]['id']} of {task} twice; run it again")
+        out[document, alike[document]] = rows
+        alike[document] += 1
+    return out
+
+
+def _pairs(mine: RunQuality, reference: RunQuality, task: str) -> list[_Pair]:
+    here, there = _items(mine, task), _items(reference, task)
+    return [_Pair(rows, there[key]) for key, rows in here.items() if key in there]
+
+
+def compare(mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: Collection[str] = ()) -> dict[str, Any]:
+    """What stands in a result under `quality.against`; UserError where runs differ in what `allow` does not name."""
+    if not epsilon > 0:
+        raise UserError(f"epsilon={epsilon}: a difference above 0 that does not matter, such as 0.02")
+    accepted = refuse(mine, reference, allow)
+    tasks = {name: _task(mine, reference, name, epsilon) for name in _common(mine, reference)}
+    corrected = holm([task["metrics"][task["main"]]["p"] for task in tasks.values()])
+    for task, p in zip(tasks.values(), corrected, strict=True):
+        task["p_holm"] = p
+        task["verdict"] = _verdict(task["metrics"][task["main"]], p, epsilon, task["higher_is_better"])
+    here, there = mine.quality["tasks"], reference.quality["tasks"]
+    return {
+        "reference": {"folder": str(reference.folder), "key": reference.key},
+        "epsilon": epsilon,
+        "allowed": [asdict(d) for d in accepted],
+        "differs_in": _differs_in(mine, reference),
+        "only_here": [name for name in here if name not in there],
+        "only_there": [name for name in there if name not in here],
+        "interrupted": {"mine": mine.quality["interrupted"], "reference": reference.quality["interrupted"]},
+        "tasks": tasks,
+        "combined": _combined(mine, reference, tasks, epsilon),
+    }
+
+
+def _differs_in(mine: RunQuality, reference: RunQuality) -> dict[str, Any]:
+    """Key → [here, there] of what may differ, as it is what is compared: weights, formats, drafters, versions."""
+    here, there = _described(mine), _described(reference)
+    for name in ("version", "commit", "torch", "transformers"):
+        if name in mine.provenance and name in reference.provenance:
+            here[name], there[name] = mine.provenance[name], reference.provenance[name]
+    pairs = {key: [here.get(key), there.get(key)] for key in sorted(here.keys() | there.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _described(run: RunQuality) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(key: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                walk(f"{key}.{name}", inner)
+        else:
+            flat[key] = value
+
+    for name, value in run.config.items():
+        if name not in _NOT_LISTED:
+            walk(name, value)
+    return flat | {f"digests.{name}": run.digests.get(name) for name in ("weights", "draft")}
+
+
+def _task(mine: RunQuality, reference: RunQuality, name: str, epsilon: float) -> dict[str, Any]:
+    about = mine.quality["tasks"][name]
+    pairs = _pairs(mine, reference, name)
+    if not pairs:
+        raise UserError(f"not comparable with {reference.folder}: no item of {name} is in both runs")
+    metrics = {metric: _effect(pairs, metric, about["kind"]) for metric in _metrics(pairs)}
+    groups: dict[str, list[_Pair]] = {}
+    for pair in pairs:
+        if (category := pair.mine[0].get("category")) is not None:
+            groups.setdefault(category, []).append(pair)
+    by_category = {category: _effect(some, about["main"], about["kind"]) for category, some in groups.items()}
+    return {
+        "kind": about["kind"],
+        "measures": about["measures"],
+        "main": about["main"],
+        "higher_is_better": about["higher_is_better"],
+        "n": len(pairs),
+        "unpaired": {
+            side: len(_items(run, name)) - len(pairs) for side, run in (("mine", mine), ("reference", reference))
+        },
+        "metrics": metrics,
+        "by_category": by_category,
+    }
+
+
+def _metrics(pairs: Sequence[_Pair]) -> list[str]:
+    """What every item of both was scored by. Metrics of a whole corpus are not among them."""
+    rows = [row["scores"] for pair in pairs for row in (*pair.mine, *pair.reference)]
+    return [metric for metric in rows[0] if all(metric in scores for scores in rows)]
+
+
+def _columns(pairs: Sequence[_Pair], metric: str) -> tuple[Column, Column]:
+    """Scores of this run and of the reference, repeats averaged."""
+    here, there = (
+        np.array([np.mean([row["scores"][metric] for row in rows]) for rows in side])
+        for side in ([pair.mine for pair in pairs], [pair.reference for pair in pairs])
+    )
+    return here, there
+
+
+def _effect(pairs: Sequence[_Pair], metric: str, kind: str) -> dict[str, Any]:
+    here, there = _columns(pairs, metric)
+    if kind == "perplexity" and metric.endswith("perplexity"):
+        return _ratio(here, there, np.array([pair.mine[0].get("weights", {}).get(metric, 1) for pair in pairs]))
+    return _difference(here, there)
+
+
+def _difference(here: Column, there: Column) -> dict[str, Any]:
+    """Of scores, with what tells apart its value and chance. `n01`, `n10`: pairs in which the reference scored 0 and
+    this run 1, and the other way round; null where scores are not 0 or 1."""
+    n, changes = len(here), here - there
+    n01, n10 = int((changes > 0).sum()), int((changes < 0).sum())
+    if np.isin([here, there], (0, 1)).all():
+        interval, bounds = (score_interval(n10, n01, n, level) for level in (0.95, 0.90))
+        flips, test, p = (n01, n10), "McNemar", mcnemar(n10, n01)
+        detectable = detectable_flips(n, n01 + n10)
+    else:
+        interval = mean_interval(changes)
+        bounds = _widened(mean_interval(changes, 0.90), _least(here, there, 0.90))
+        if not changes.any():
+            interval = _widened(interval, _least(here, there, 0.95))
+        flips, test, p = (None, None), "sign flip", sign_flip(changes)
+        detectable = detectable_mean(changes) or detectable_flips(n, 0)
+    return {
+        "effect": "difference",
+        "value": interval.value,
+        "low": interval.low,
+        "high": interval.high,
+        "n": n,
+        "mine": float(here.mean()),
+        "reference": float(there.mean()),
+        "bounds": [bounds.low, bounds.high],
+        "changed": n01 + n10,
+        "n01": flips[0],
+        "n10": flips[1],
+        "test": test,
+        "p": p,
+        "detectable": detectable,
+    }
+
+
+def _least(here: Column, there: Column, level: float) -> float:
+    """Half the width of the interval that as many 0/1 pairs without a flip have, on the scale of these scores."""
+    return (score_interval(0, 0, len(here), level).high or 0.0) * max(1.0, float(np.abs([here, there]).max()))
+
+
+def _widened(interval: Interval, least: float) -> Interval:
+    if interval.value is None or interval.low is None or interval.high is None:
+        return interval
+    low, high = min(interval.low, interval.value - least), max(interval.high, interval.value + least)
+    return Interval(interval.value, low, high, interval.n)
+
+
+def _ratio(here: Column, there: Column, weights: Column) -> dict[str, Any]:
+    """Of perplexities. A document counts by its words or bytes: the ratio is that of the whole texts' perplexities."""
+    logs = np.log(here) - np.log(there)
+    interval, bounds = (ratio_interval(weights * logs, weights, level) for level in (0.95, 0.90))
+    value = 0.0 if interval.value is None else interval.value
+    detectable = detectable_mean(weights * (logs - value) / weights.mean())
+    mine, reference = (float(np.exp(weights @ np.log(side) / weights.sum())) for side in (here, there))
+    return {
+        "effect": "ratio",
+        "value": exp(value),
+        "low": None if interval.low is None else exp(interval.low),
+        "high": None if interval.high is None else exp(interval.high),
+        "n": len(logs),
+        "mine": mine,
+        "reference": reference,
+        "bounds": [None if bound is None else exp(bound) for bound in (bounds.low, bounds.high)],
+        "changed": int((logs != 0).sum()),
+        "n01": None,
+        "n10": None,
+        "test": "sign flip",
+        "p": sign_flip(weights * logs),
+        "detectable": None if detectable is None else expm1(detectable),
+    }
+
+
+def _verdict(effect: Mapping[str, Any], p: float, epsilon: float, higher_is_better: bool) -> Verdict:
+    """As the module says."""
+    low, high, (lower, upper) = effect["low"], effect["high"], effect["bounds"]
+    if low is None or lower is None:
+        return "undecided"
+    if effect["effect"] == "ratio":
+        low, high, lower, upper, epsilon = log(low), log(high), log(lower), log(upper), log1p(epsilon)
+    if not higher_is_better:
+        low, high, lower, upper = -high, -low, -upper, -lower
+    if -epsilon < lower and upper < epsilon:
+        return "equivalent"
+    if p < SIGNIFICANT and high < 0:
+        return "worse"
+    return "better" if p < SIGNIFICANT and low > 0 else "undecided"
+
+
+def _combined(
+    mine: RunQuality, reference: RunQuality, tasks: Mapping[str, Mapping[str, Any]], epsilon: float
+) -> dict[str, Any] | None:
+    """The mean of the tasks' differences, each task counting alike; above 0 this run is better. Perplexities, which are
+    no scores, are not in it. None under two tasks."""
+    strata, least = {}, []
+    for name, task in tasks.items():
+        if task["metrics"][task["main"]]["effect"] == "difference":
+            here, there = _columns(_pairs(mine, reference, name), task["main"])
+            strata[name] = here - there if task["higher_is_better"] else there - here
+            least.append(_least(here, there, 0.90))
+    if len(strata) < 2:
+        return None
+    changes = list(strata.values())
+    interval = macro_interval(changes)
+    bounds = _widened(macro_interval(changes, 0.90), max(least) / len(strata))
+    p = sign_flip(*changes)
+    found = {
+        "effect": "difference",
+        "value": interval.value,
+        "low": interval.low,
+        "high": interval.high,
+        "n": interval.n,
+        "bounds": [bounds.low, bounds.high],
+        "test": "sign flip",
+        "p": p,
+    }
+    return {"tasks": list(strata), **found, "verdict": _verdict(found, p, epsilon, True)}
+
+
+def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:
+    """The items whose main score changed, worst first. `gain`: above 0 this run is better; of perplexities, the
+    logarithm of their ratio."""
+    out = []
+    for name in _common(mine, reference):
+        about = mine.quality["tasks"][name]
+        metric = about["main"]
+        pairs = _pairs(mine, reference, name)
+        for pair, here, there in zip(pairs, *_columns(pairs, metric), strict=True):
+            ratio = about["kind"] == "perplexity" and metric.endswith("perplexity")
+            gain = (log(here / there) if ratio else here - there) * (1 if about["higher_is_better"] else -1)
+            if gain:
+                row = pair.mine[0]
+                out.append(
+                    {
+                        "task": name,
+                        **{key: row.get(key) for key in ("id", "category", "prompt", "gold")},
+                        "metric": metric,
+                        "gain": float(gain),
+                        "mine": _side(pair.mine, here),
+                        "reference": _side(pair.reference, there),
+                    }
+                )
+    return sorted(out, key=lambda row: row["gain"])
+
+
+def _side(rows: Sequence[Mapping[str, Any]], score: float) -> dict[str, Any]:
+    """One response a repeat."""
+    return {
+        "score": float(score),
+        "responses": [row.get("response") for row in rows],
+        "truncated": [row.get("truncated") for row in rows],
+    }
