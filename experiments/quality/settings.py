@@ -7,6 +7,10 @@ from typing import Any, Literal
 from ...decoding.errors import UserError
 
 Kind = Literal["multiple_choice", "generate", "perplexity"]
+# What runs must not differ in to be compared, unless `allow` names it: the task's files, kind, metric or scorer; chat,
+# template, system prompt, shots, or the prompts that came of them; items side by side; what computed the scores;
+# max_new_tokens, stop, thinking, limit, repeats; the law of answers; the seed of drawn ones.
+Difference = Literal["task", "template", "batch", "backend", "counting", "acceptance", "seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class QualitySettings:
     repeats: int = 1
     batch: int | None = None
     epsilon: float = 0.02
-    allow: tuple[str, ...] = ()
+    allow: tuple[Difference, ...] = ()
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
