@@ -5,19 +5,19 @@ import io
 import os
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from .. import __version__
 from ..decoding.errors import UserError
-from .compose import CONFIGS, Cell, compose, defaults, expand, groups
+from .compose import CONFIGS, Composer, defaults, groups
 from .construct import did_you_mean
+from .sweep.grid import Cell, composed, expand
 
 if TYPE_CHECKING:
     from .config import RunConfig
@@ -147,39 +147,30 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if words.job is None:
         raise UserError(f"name a job, one of {', '.join(JOBS)}: {USAGE}")
-    do = _show if words.show else JOBS[words.job].do
-    if not words.multirun:
-        return do(compose(words.overrides, words.config_dirs))
-    return _sweep(expand(words.overrides, words.config_dirs), words.config_dirs, do)
+    composer = Composer(words.config_dirs)
+    cells = expand(words.overrides, composer, multirun=words.multirun)
+    configs = composed(cells, composer)
+    if words.show:
+        return _show(cells, configs)
+    job = JOBS[words.job]
+    if not words.multirun and len(cells) == 1:
+        return job.do(configs[0])
+    if job.measures:
+        from .sweep.sweep import sweep
+
+        return sweep(words.job, cells, configs, words.overrides, words.config_dirs)
+    return _each(cells, configs, job.do)
 
 
-def _sweep(cells: Sequence[Cell], config_dirs: Sequence[Path], do: Callable[["RunConfig"], int]) -> int:
-    """Cell after cell, also after one that failed; 1 if any did, 130 if interrupted."""
-    codes: list[int] = []
-    for number, cell in enumerate(cells, 1):
+def _each(cells: Sequence[Cell], configs: Sequence["RunConfig"], do: Callable[["RunConfig"], int]) -> int:
+    """One after the other, also after one that failed; the worst of their codes."""
+    codes = []
+    for number, (cell, config) in enumerate(zip(cells, configs, strict=True), 1):
         print(f"[{number}/{len(cells)}] {cell.label}", flush=True)
-        try:
-            codes.append(_in_one_line(partial(_one, cell, config_dirs, do)))
-        except BrokenPipeError:
-            raise
-        except Exception:  # noqa: BLE001  # a bug in one cell must not lose the others; it shows, and the exit code says so
-            traceback.print_exc()
-            codes.append(1)
+        codes.append(_in_one_line(partial(do, config)))
         if codes[-1] == 130:
             break
-    outcomes = {0: "done", 1: "failed", 2: "error", 130: "interrupted"}
-    for cell, code in zip(cells, codes, strict=False):
-        print(f"{outcomes[code]:12}{cell.label}")
-    return 130 if 130 in codes else 1 if any(codes) else 0
-
-
-def _one(cell: Cell, config_dirs: Sequence[Path], do: Callable[["RunConfig"], int]) -> int:
-    """One cell, in its own folder of an `output` that all of them name."""
-    config = compose(cell.overrides, config_dirs)
-    if config.output is not None and "output=" not in cell.label:
-        output = str(Path(config.output) / cell.label.replace("/", "_").replace(" ", ","))
-        config = replace(config, output=output, resolved=config.resolved | {"output": output})
-    return do(config)
+    return max(codes)
 
 
 def _run(config: "RunConfig") -> int:
@@ -200,22 +191,56 @@ def _check(config: "RunConfig") -> int:
     return check(config)
 
 
-def _show(config: "RunConfig") -> int:
-    print(yaml.safe_dump(config.resolved, sort_keys=False, allow_unicode=True), end="")
+def _show(cells: Sequence[Cell], configs: Sequence["RunConfig"]) -> int:
+    """The configuration; of a sweep, what all cells share, and under each cell's label the rest of it."""
+    resolved = [config.resolved for config in configs]
+    shown = _shared(resolved)
+    if len(cells) > 1:
+        shown["cells"] = {cell.label: _beside(shown, own) for cell, own in zip(cells, resolved, strict=True)}
+    print(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=1000), end="")
     return 0
+
+
+def _shared(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for key, value in mappings[0].items():
+        values = [mapping.get(key) for mapping in mappings]
+        if all(other == value for other in values):
+            found[key] = value
+        elif all(isinstance(other, Mapping) for other in values) and (inner := _shared(values)):
+            found[key] = inner
+    return found
+
+
+def _beside(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _beside(shared[key], value) if isinstance(shared.get(key), Mapping) else value
+        for key, value in own.items()
+        if key not in shared or shared[key] != value
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A command: what it does in words, and in code."""
+    """A command: what it does in words, and in code. `measures`: a run's folder comes out, and a sweep's cells are runs
+    in processes of their own."""
 
     about: str
     do: Callable[["RunConfig"], int]
+    measures: bool = False
 
 
 JOBS: Mapping[str, Job] = {
-    "run": Job("a strategy against plain decoding on a task: table, result.json, events.jsonl, samples.jsonl", _run),
-    "evaluate": Job("quality alone, on the path that decodes; against=DIR compares it with a reference run", _evaluate),
+    "run": Job(
+        "a strategy against plain decoding on a task: table, result.json, events.jsonl, samples.jsonl",
+        _run,
+        measures=True,
+    ),
+    "evaluate": Job(
+        "quality alone, on the path that decodes; against=DIR compares it with a reference run",
+        _evaluate,
+        measures=True,
+    ),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
 }
 

@@ -1,11 +1,11 @@
 """From the words of a command line to a RunConfig: Hydra composes the YAML, a strict constructor builds from it."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import fields, replace
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
@@ -14,6 +14,7 @@ from .construct import Constructor, UnknownKeyError, did_you_mean
 
 if TYPE_CHECKING:  # --help waits for neither torch nor Hydra
     from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
 
     from .config import RunConfig
 
@@ -25,11 +26,8 @@ _INSTEAD = {
 }
 
 
-class Cell(NamedTuple):
-    """One combination of a sweep: its overrides, and those that differ from cell to cell."""
-
-    overrides: list[str]
-    label: str
+class OtherOptionError(UserError):
+    """A key that other options of its group have, and not the one that is taken."""
 
 
 def groups(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
@@ -54,56 +52,87 @@ def defaults() -> dict[str, str | None]:
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> "RunConfig":
     """The typed configuration; whatever is wrong with it is one UserError. No weights are loaded."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-    from omegaconf import OmegaConf
-
-    options = groups(config_dirs)
-    with _one_line():
-        words = [_checked(override, options) for override in _parsed(overrides)]
-        words.append(f"hydra.searchpath=[{','.join(_quoted(f'file://{folder.resolve()}') for folder in config_dirs)}]")
-        with _no_other_hydra(), initialize_config_module("decodelab.configs", "decodelab", version_base="1.3"):
-            composed = hydra_compose("run", words)
-        content: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    return _built(content, options)
+    return Composer(config_dirs).compose(overrides)
 
 
-def expand(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[Cell]:
-    """The cells of a sweep: the product of every `a,b`, `range(1,4)` and `glob(*)`, the last word fastest."""
-    options = groups(config_dirs)
-    with _one_line():
-        axes = [_axis(override, options) for override in _parsed(overrides)]
-    swept = [len(axis) > 1 for axis in axes]
-    return [
-        Cell(list(words), " ".join(word for word, varies in zip(words, swept, strict=True) if varies))
-        for words in product(*axes)
-    ]
+class Composer:
+    """Composes any number of configurations. The YAML of each choice of options is read once, so that a cell of a sweep
+    takes a tenth of what Hydra takes to compose it."""
+
+    def __init__(self, config_dirs: Sequence[Path] = ()) -> None:
+        self.options: Mapping[str, Mapping[str, Path]] = groups(config_dirs)
+        self._searchpath = ",".join(quoted(f"file://{folder.resolve()}") for folder in config_dirs)
+        self._chosen: dict[tuple[str, ...], DictConfig] = {}
+        self._parsed: dict[str, Override] = {}
+
+    def compose(self, overrides: Sequence[str]) -> "RunConfig":
+        """As the function `compose`."""
+        from omegaconf import OmegaConf
+
+        with _one_line():
+            composed = self._composed(overrides)
+            content: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return _built(content, self.options)
+
+    def sweep(self, overrides: Sequence[str]) -> Any:
+        """What stands at `sweep`, as plain data; null without a sweep."""
+        from omegaconf import OmegaConf
+
+        with _one_line():
+            found = self._composed(overrides).get("sweep")
+            return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+    def parse(self, word: str) -> "Override":
+        """KEY=VALUE, read; each word once."""
+        if word not in self._parsed:
+            self._parsed[word] = _parsed(word)
+        return self._parsed[word]
+
+    def _composed(self, overrides: Sequence[str]) -> "DictConfig":
+        from omegaconf import OmegaConf
+
+        words = [self.parse(word) for word in overrides]
+        for override in words:
+            _check(override, self.options)
+        composed = deepcopy(self._choose(tuple(str(o.input_line) for o in words if o.key_or_group in self.options)))
+        for override in words:
+            if override.key_or_group not in self.options:  # it may be new to the YAML: the constructor knows
+                value = override.value()
+                merge = not isinstance(value, list)  # a list replaces whatever stands there
+                OmegaConf.update(composed, override.key_or_group, value, merge=merge, force_add=True)
+        return composed
+
+    def _choose(self, words: tuple[str, ...]) -> "DictConfig":
+        """What Hydra composes of the options that `words` name."""
+        from hydra import compose as hydra_compose
+        from hydra import initialize_config_module
+
+        if words not in self._chosen:
+            with _no_other_hydra(), initialize_config_module("decodelab.configs", "decodelab", version_base="1.3"):
+                self._chosen[words] = hydra_compose("run", [*words, f"hydra.searchpath=[{self._searchpath}]"])
+        return self._chosen[words]
 
 
-def _parsed(overrides: Iterable[str]) -> list["Override"]:
+def _parsed(word: str) -> "Override":
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
-    found = []
-    for word in overrides:
-        key, equals, value = word.partition("=")
-        if word.startswith("~"):
-            raise UserError(f"{word!r} would delete a key; one that is off is written KEY=null")
-        if not equals:
-            raise UserError(f"{word!r} is no KEY=VALUE: write {word}=VALUE")
-        if not key or not value:
-            raise UserError(f"{word!r} lacks a {'value' if key else 'key'}: write KEY=VALUE, and null for nothing")
-        try:
-            found.append(parser.parse_override(word))
-        except HydraException as error:
-            quoted = f"""'{key}="{value}"'"""
-            raise UserError(f"{word!r} is not understood ({_line(error)}); quote the value: {quoted}") from None
-    return found
+    key, equals, value = word.partition("=")
+    if word.startswith("~"):
+        raise UserError(f"{word!r} would delete a key; one that is off is written KEY=null")
+    if not equals:
+        raise UserError(f"{word!r} is no KEY=VALUE: write {word}=VALUE")
+    if not key or not value:
+        raise UserError(f"{word!r} lacks a {'value' if key else 'key'}: write KEY=VALUE, and null for nothing")
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        quoted = f"""'{key}="{value}"'"""
+        raise UserError(f"{word!r} is not understood ({_line(error)}); quote the value: {quoted}") from None
 
 
-def _checked(override: "Override", options: Mapping[str, Mapping[str, Path]]) -> str:
-    """The override as Hydra gets it. A key may be new to the YAML: the constructor knows whether it exists."""
+def _check(override: "Override", options: Mapping[str, Mapping[str, Path]]) -> None:
+    """One value, and where it chooses an option, one that there is."""
     word, key = str(override.input_line), override.key_or_group
     if override.is_sweep_override():
         value = word.partition("=")[2]
@@ -114,7 +143,7 @@ def _checked(override: "Override", options: Mapping[str, Mapping[str, Path]]) ->
         if "/" in key:
             near = key.replace("/", ".")
             raise UserError(f"there is no group {key}; groups are {', '.join(options)}; a key has dots: {near}")
-        return f"++{word.lstrip('+')}"
+        return
     named = override.value()
     if isinstance(named, dict) or (isinstance(named, list) and key != "experiment"):
         raise UserError(
@@ -123,35 +152,12 @@ def _checked(override: "Override", options: Mapping[str, Mapping[str, Path]]) ->
     for name in named if isinstance(named, list) else [named]:
         if name is None or str(name) not in options[key]:
             raise UserError(_unknown_option(key, "null" if name is None else str(name), options[key]))
-    return word
 
 
 def _unknown_option(group: str, name: str, options: Collection[str]) -> str:
     listed = f"options are {', '.join(options)}" if options else f"{group} has no options"
     instead = f"; {_INSTEAD[group].format(name)}" if group in _INSTEAD else ""
     return f"{group}={name} is unknown: {did_you_mean(name, options)}{listed}{instead}"
-
-
-def _axis(override: "Override", options: Mapping[str, Mapping[str, Path]]) -> list[str]:
-    """What one override contributes to a sweep."""
-    from hydra.core.override_parser.types import Glob
-
-    word, key = str(override.input_line), override.get_key_element()
-    if not override.is_sweep_override():
-        return [word]
-    if not override.is_discrete_sweep():
-        raise UserError(f"{word} has no end of values: a sweep takes a,b or range(1,4)")
-    swept: Any = override.value()
-    if isinstance(swept, Glob):
-        values = swept.filter(list(options.get(override.key_or_group, ())))
-    else:
-        try:
-            values = list(override.sweep_string_iterator())
-        except ValueError as error:
-            raise UserError(f"{word}: {error}") from None
-    if not values:
-        raise UserError(f"{word} names nothing to run")
-    return [f"{key}={value}" for value in values]
 
 
 def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -> "RunConfig":
@@ -168,7 +174,9 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
     try:
         config = Constructor(trusted).call(RunConfig, content)
     except UnknownKeyError as error:
-        raise UserError(f"{error}{_owners(error.key, options)}") from None
+        if not (owners := _owners(error.key, options)):
+            raise UserError(str(error)) from None
+        raise OtherOptionError(f"{error}; it is a key of {owners}") from None
     return replace(config, resolved=content)
 
 
@@ -211,14 +219,14 @@ def _top_level() -> tuple[str, ...]:
 
 
 def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
-    """Which options of the group do have the key."""
+    """GROUP=OPTION, … that do have the key; empty if none has."""
     group, _, name = key.partition(".")
     have = []
     for option, file in options.get(group, {}).items():
         with suppress(yaml.YAMLError, UnicodeDecodeError):  # a broken one that was not chosen is no matter here
             if name in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
-                have.append(f"{group}={option}")
-    return f"; it is a key of {' and '.join(have)}" if have else ""
+                have.append(option)
+    return f"{group}={', '.join(have)}" if have else ""
 
 
 @contextmanager
@@ -259,7 +267,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.double).with_quotes()

@@ -43,6 +43,7 @@ class RunConfig:
     stop_after_failures: int | None = None
     budget_hours: float | None = None
     rerun: Rerun | None = None
+    sweep: Any = None  # whoever composes has multiplied it out
     search: SearchSettings | None = None
     trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -52,8 +53,10 @@ class RunConfig:
             raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.timing not in ("paired", "anchored", "untimed"):
             raise UserError(f"timing must be paired, anchored or untimed, got {self.timing!r}")
+        if self.sweep is not None:
+            raise UserError("sweep lists several runs, and here is one: give its alternative, and sweep=null")
         if self.tasks:  # one list, whichever name it came by
-            if self.quality.tasks:
+            if self.quality.tasks not in ((), self.tasks):  # equal: this is a copy of such a configuration
                 raise UserError("tasks and quality.tasks are the same list: give one of them")
             object.__setattr__(self, "quality", replace(self.quality, tasks=self.tasks))
         if self.batch < 1:

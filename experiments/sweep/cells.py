@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from ..compose import Cell
+from ..files import write_atomic
+from .grid import Cell
 
 Status = Literal[
     "done",
@@ -27,7 +28,7 @@ JOB, STATUS, RESULT, LOG = "job.json", "status.json", "result.json", "log.txt"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is asked. `group`: cells of one group share a loaded target; `code`: a digest of the sources."""
+    """What a worker is asked. `group`: cells of one group share a loaded target."""
 
     key: str
     label: str
@@ -36,19 +37,20 @@ class Job:
     config_dirs: tuple[str, ...]
     threads: int | None
     group: str
-    code: str
     sweep: str
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How it went. `detail`: one line, why; `seconds`: from the worker's begin of the cell to its end."""
+    """How it went. `detail`: one line, why; `seconds`: from the cell's begin in its worker to its end; `code`: a digest
+    of the sources that ran."""
 
     status: Status
     detail: str = ""
     started_at: str | None = None
     seconds: float | None = None
     pid: int | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +77,19 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A cell's folder, read."""
+    """A cell's folder, read. `inferred`: the state is not what status.json says, because its process never came to
+    write it."""
 
     folder: Path
     job: Job
     state: State
     result: Mapping[str, Any] | None
+    inferred: bool = False
 
     def outcome(self, code: str | None = None) -> CellOutcome:
         """`code`: of the sources now."""
         s = self.state
-        stale = s.status == "done" and code not in (None, self.job.code)
+        stale = s.status == "done" and code not in (None, s.code)
         return CellOutcome(s.status, self.job.key, self.folder, self.result, s.seconds, s.detail, self.job.label, stale)
 
 
@@ -95,23 +99,24 @@ def scan(folder: Path, *, live: bool = False) -> list[Found]:
 
 
 def read(folder: Path, *, live: bool = False) -> Found | None:
-    """None where no cell was. A result that is whole decides, whatever became of the process that wrote it."""
-    job, state = _json(folder / JOB), _json(folder / STATUS)
+    """None where no cell was. Of a cell that nobody ended, a result that is whole tells how it went."""
+    job, result = _json(folder / JOB), _json(folder / RESULT)
     try:
         asked = Job(**{**job, "overrides": tuple(job["overrides"]), "config_dirs": tuple(job["config_dirs"])})
     except (TypeError, KeyError):  # no job of ours, or of another version
         return None
     try:
-        went = State(**state)
+        written = State(**_json(folder / STATUS))
     except TypeError:
-        went = State("running")  # killed before the worker wrote its first word
-    result = _json(folder / RESULT)
-    if went.status in ("done", "broken", "running", "interrupted"):
-        if result.get("key") == asked.key:
-            went = replace(went, status=result["status"])
-        elif went.status != "interrupted" and not (live and went.status == "running"):
-            went = replace(went, status="lost", detail=_LOST[went.status])
-    return Found(folder, asked, went, result if went.status in ("done", "broken", "interrupted") and result else None)
+        written = State("lost", "its status.json is gone")
+    if written.status not in ("done", "broken", "running", "interrupted"):
+        return Found(folder, asked, written, None)
+    if result.get("key") == asked.key:
+        state = replace(written, status=result["status"], pid=None)
+        return Found(folder, asked, state, result, state != written)
+    if written.status == "interrupted" or (live and written.status == "running"):
+        return Found(folder, asked, written, None)
+    return Found(folder, asked, replace(written, status="lost", detail=_LOST[written.status], pid=None), None, True)
 
 
 _LOST: Mapping[str, str] = {
@@ -123,8 +128,6 @@ _LOST: Mapping[str, str] = {
 
 def write(folder: Path, content: Job | State) -> None:
     """Whole or not at all."""
-    from ..result import write_atomic
-
     name = JOB if isinstance(content, Job) else STATUS
     write_atomic(folder / name, json.dumps(asdict(content), indent=1) + "\n")
 
