@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...decoding.errors import UserError
 from ..files import NOT_IN_KEY, read_lines
 from ..statistics import speedup_interval
 from .load import Run, at, number_at
@@ -17,7 +18,8 @@ from .rows import Value
 @dataclass(frozen=True, slots=True)
 class Change:
     """`time`, `baseline`: the relative change of decode seconds per token, of the strategy and of plain decoding, over
-    the prompts of both; above 0 is slower. `identical` of `shared`: prompts whose output is the same."""
+    the prompts of both; above 0 is slower. `identical` of `shared`: prompts whose output is the same. `quality`: as
+    result.json has it under `quality.against`, where both runs have any and they may be compared."""
 
     label: str
     before: Run
@@ -26,6 +28,7 @@ class Change:
     baseline: Value
     identical: int
     shared: int
+    quality: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,14 @@ class Comparison:
         return next((change for change in self.changes if change.after is run), None)
 
 
-def compare(after: Sequence[Run], before: Sequence[Run], name: str, labels: Mapping[Path, str]) -> Comparison:
+def compare(
+    after: Sequence[Run], before: Sequence[Run], name: str, labels: Mapping[Path, str], notes: Sequence[str] = ()
+) -> Comparison:
     """Pairs runs of one key; then those whose digests and configurations agree in all that both have, as runs of two
     versions of the code do whose configurations have grown; then, where one run is left on either side, these two. Of
     runs with one key the latest counts. `labels`: by folder."""
     pairs: list[tuple[Run, Run]] = []
-    notes: list[str] = []
+    notes = list(notes)
     new, old = _latest(after, notes), _latest(before, notes)
     for one in list(new):
         twin = next((other for other in old if other.at("key") is not None and other.at("key") == one.at("key")), None)
@@ -63,7 +68,7 @@ def compare(after: Sequence[Run], before: Sequence[Run], name: str, labels: Mapp
         _pair(new[0], old[0], new, old, pairs)
     notes += [f"no partner for {labels.get(run.folder, '')} ({run.folder})" for run in new]
     notes += [f"no partner for {run.folder}, of {name}" for run in old]
-    changes = [_change(labels.get(one.folder, one.folder.name), two, one) for one, two in pairs]
+    changes = [_change(labels.get(one.folder, one.folder.name), two, one, notes) for one, two in pairs]
     if changes:
         notes.insert(0, "time per token: of the strategy, over the prompts of both runs, with a paired 95 % interval; "
                      "what plain decoding changed by between the runs is the machine, not the strategy")  # fmt: skip
@@ -121,13 +126,27 @@ def _paths(a: Any, b: Any, prefix: str) -> Iterable[str]:
 # --- over prompts
 
 
-def _change(label: str, before: Run, after: Run) -> Change:
+def _change(label: str, before: Run, after: Run, notes: list[str]) -> Change:
     old, new = _units(before), _units(after)
     both = [name for name in new if name in old]
     outputs = [pair for name in both for pair in zip(old[name], new[name], strict=True)]
     same = sum(at(a, "strategy.tokens") == at(b, "strategy.tokens") for a, b in outputs)
     changed = [_slower(side, [(old[name], new[name]) for name in both]) for side in ("strategy", "baseline")]
-    return Change(label, before, after, *changed, same, len(outputs))
+    return Change(label, before, after, *changed, same, len(outputs), _quality(label, before, after, notes))
+
+
+def _quality(label: str, before: Run, after: Run, notes: list[str]) -> Mapping[str, Any] | None:
+    """Item by item; what forbids it is a note."""
+    from ..quality.against import compare_folders
+
+    if not (before.at("quality.tasks") and after.at("quality.tasks")):
+        return None
+    epsilon = after.number("config.quality.epsilon")
+    try:
+        return compare_folders(after.folder, before.folder, **({} if epsilon is None else {"epsilon": epsilon}))
+    except UserError as error:
+        notes.append(f"{label}, quality: {error}")
+        return None
 
 
 def _units(run: Run) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:

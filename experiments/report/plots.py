@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -52,11 +52,12 @@ class Picture:
     figure: "Figure"
 
 
-def pictures(group: Group, colours: Mapping[str, str]) -> Iterator[Picture]:
-    """Those that the group has numbers for. `colours`: of the drafters, the same in all pictures of a report."""
+def pictures(group: Group, colours: Mapping[str, str], prefix: str = "g") -> Iterator[Picture]:
+    """Those that the group has numbers for. `colours`: of the drafters, the same in all pictures of a report; `prefix`:
+    of the pictures' names, which no two on a page share."""
     for draw in (speedups, positions, phases, categories, quality, step_costs):
         if (picture := draw(group, colours)) is not None:
-            yield picture
+            yield replace(picture, name=f"{prefix}-{picture.name}")
 
 
 def palette(groups: Iterable[Group]) -> dict[str, str]:
@@ -281,8 +282,8 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
         axes.set_ylabel("T(k) ÷ T(1);  tokens a step")
     about = (
         "The line: what a forward pass over k rows costs, in plain steps (the median of the runs; each in grey). The "
-        "dots: tokens a step at the rows verified. A dot above the line pays, one below loses; the draft's own cost comes "
-        "on top. Dashed: every draft kept, the most there is."
+        "dots: tokens a step at the rows verified. A dot above the line pays, one below loses; the draft's own cost "
+        "comes on top. Dashed: every draft kept, the most there is."
     )
     return Picture("costs", "Cost of a step, T(k)", about, figure)
 

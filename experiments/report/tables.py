@@ -2,23 +2,22 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from ..format import interval, number, percent, seconds, size
-from .load import Found
+from .changes import Change, Comparison
+from .load import Found, at, number_at
 from .rows import Group, Measure, Row, Value
-
-if TYPE_CHECKING:
-    from .changes import Change, Comparison
 
 RANKED = "ranked by {speed}, broken rows last"
 DOMINATED = (
     "dominated: another row of the table is at least as fast and at least as good, and better in one of the two; rows "
     "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide"
 )
-_AT_ONCE = 4  # columns of scores in a terminal of 80
+_LABEL, _SCORE = 26, 26  # columns of a terminal that a label and a score with its interval take
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,9 @@ def notes(group: Group) -> list[str]:
         said.append(f"† {DOMINATED}")
     kinds = sorted({str(kind) for row in group.rows if (kind := row.run.at("baseline.kind")) is not None})
     if kinds:
-        said.append(f"baseline: {' or '.join(kinds)}, whichever was the faster plain decoding of the run")
+        said.append(
+            f"baseline: {kinds[0]}" if len(kinds) == 1 else f"baseline: the faster in each run, {' or '.join(kinds)}"
+        )
     apart = {m.title for m in group.measures if [o.title for o in group.measures].count(m.title) > 1}
     said += [f"{name} stands more than once: its items, shots, template or limit differ" for name in sorted(apart)]
     return said
@@ -102,7 +103,7 @@ def notes(group: Group) -> list[str]:
 # --- terminal
 
 
-def show(groups: Sequence[Group], found: Found, against: "Comparison | None", console: Any) -> None:
+def show(groups: Sequence[Group], found: Found, against: Comparison | None, console: Any) -> None:
     """Print it all; tables fit into the terminal."""
     from rich.text import Text
 
@@ -112,16 +113,19 @@ def show(groups: Sequence[Group], found: Found, against: "Comparison | None", co
         width = console.width
         _print(console, group, [c for c in COLUMNS if c.least is not None and c.least <= width])
         some = [Column(title(measure), _scored(measure)) for measure in group.measures]
-        for begin in range(0, len(some), _AT_ONCE):
-            _print(console, group, some[begin : begin + _AT_ONCE])
+        at_once = max(1, (width - _LABEL) // _SCORE)
+        for begin in range(0, len(some), at_once):
+            _print(console, group, some[begin : begin + at_once])
         for note in notes(group):
             console.print(Text(note, style="dim"))
         console.print()
     if found.unfinished:
-        _print_table(console, ("cells without a result", "status", "why"), [_told(c) for c in found.unfinished])
+        cells = [_told(cell) for cell in found.unfinished]
+        _print_table(console, ("cells without a result", "status", "why"), cells, words=True)
         console.print()
     if against is not None:
-        _print_table(console, CHANGE_COLUMNS, [change_cells(change) for change in against.changes])
+        for titles, lines in changes(against):
+            _print_table(console, titles, lines)
         for note in against.notes:
             console.print(Text(note, style="dim"))
 
@@ -136,14 +140,14 @@ def _print(console: Any, group: Group, some: Sequence[Column]) -> None:
     _print_table(console, ("strategy", *(c.title for c in said)), lines)
 
 
-def _print_table(console: Any, titles: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def _print_table(console: Any, titles: Sequence[str], lines: Sequence[Sequence[str]], *, words: bool = False) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for i, name in enumerate(titles):
-        table.add_column(name, overflow="fold", min_width=min(12, len(name)) if i == 0 else None)
+        table.add_column(name, overflow="fold", justify="left" if words or i == 0 else "right")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     console.print(table)
@@ -152,11 +156,11 @@ def _print_table(console: Any, titles: Sequence[str], lines: Sequence[Sequence[s
 # --- Markdown
 
 
-def markdown(groups: Sequence[Group], found: Found, against: "Comparison | None") -> str:
+def markdown(groups: Sequence[Group], found: Found, against: Comparison | None) -> str:
     return "\n".join(_markdown(groups, found, against)) + "\n"
 
 
-def _markdown(groups: Sequence[Group], found: Found, against: "Comparison | None") -> Iterator[str]:
+def _markdown(groups: Sequence[Group], found: Found, against: Comparison | None) -> Iterator[str]:
     yield "# decodelab report"
     for group in groups:
         yield f"\n## {_literal(group.title)}\n"
@@ -171,8 +175,9 @@ def _markdown(groups: Sequence[Group], found: Found, against: "Comparison | None
         yield from _table(("cell", "status", "why"), [_told(cell) for cell in found.unfinished])
     if against is not None:
         yield f"\n## Against {_literal(against.name)}\n"
-        yield from _table(CHANGE_COLUMNS, [change_cells(change) for change in against.changes])
-        yield ""
+        for titles, lines in changes(against):
+            yield from _table(titles, lines)
+            yield ""
         yield from (f"- {_literal(note)}" for note in against.notes)
     if found.notes:
         yield "\n## Not read\n"
@@ -204,7 +209,7 @@ _PATHS = (
 )  # fmt: skip
 
 
-def comma_separated(groups: Sequence[Group], found: Found, against: "Comparison | None") -> str:
+def comma_separated(groups: Sequence[Group], found: Found, against: Comparison | None) -> str:
     """A line a run, whatever its group, and a line a cell without a result. Empty: not known."""
     rows = [line for group in groups for line in _lines(group, against)]
     rows += [
@@ -218,7 +223,7 @@ def comma_separated(groups: Sequence[Group], found: Found, against: "Comparison 
     return out.getvalue()
 
 
-def _lines(group: Group, against: "Comparison | None") -> Iterator[dict[str, Any]]:
+def _lines(group: Group, against: Comparison | None) -> Iterator[dict[str, Any]]:
     for row in group.rows:
         line: dict[str, Any] = {"group": group.title, "strategy": row.label, "dominated_by": row.dominated}
         line |= {path: row.run.at(path) for path in _PATHS}
@@ -238,10 +243,19 @@ def _lines(group: Group, against: "Comparison | None") -> Iterator[dict[str, Any
 
 # --- changes
 
-CHANGE_COLUMNS = ("cell", "time per token", "of plain decoding", "speedup", "τ", "acceptance", "same outputs", "output")
+_CHANGED = ("cell", "time per token", "of plain decoding", "speedup", "τ", "acceptance", "same outputs", "output")
+_SCORED = ("cell", "task", "score", "difference [95 %]", "p", "better / worse", "verdict")
 
 
-def change_cells(change: "Change") -> tuple[str, ...]:
+def changes(against: Comparison) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
+    """Of speed, then of quality: titles and lines of each table that has any."""
+    if speed := [_changed(change) for change in against.changes]:
+        yield _CHANGED, speed
+    if quality := [line for change in against.changes for line in _rescored(change)]:
+        yield _SCORED, quality
+
+
+def _changed(change: Change) -> Sequence[str]:
     before, after = change.before, change.after
     same = "–" if change.shared == 0 else f"{change.identical} of {change.shared}"
     verdicts = [run.at("exactness.verdict") or "–" for run in (before, after)]
@@ -255,6 +269,24 @@ def change_cells(change: "Change") -> tuple[str, ...]:
         same,
         _both(*verdicts),
     )
+
+
+def _rescored(change: Change) -> Iterator[Sequence[str]]:
+    tasks = at(change.quality, "tasks")
+    for name, task in tasks.items() if isinstance(tasks, Mapping) else ():
+        main = task["metrics"][task["main"]]
+        effect = number if main["effect"] == "difference" else partial(number, unit="×")
+        bounds = "" if main["low"] is None else f" [{effect(main['low'], 3)}, {effect(main['high'], 3)}]"
+        flips = "–" if main["n01"] is None else f"{main['n01']} / {main['n10']} of {main['n']}"
+        yield (
+            change.label,
+            f"{name} {task['main']}",
+            _both(score(Value(main["reference"])), score(Value(main["mine"]))),
+            f"{effect(main['value'], 3)}{bounds}".replace("-", "−"),
+            number(number_at(main, "p"), 3),
+            flips,
+            task["verdict"],
+        )
 
 
 def _both(before: str, after: str) -> str:

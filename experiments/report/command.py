@@ -1,0 +1,136 @@
+"""The job `report`: words in; a table, report.md, report.csv and report.html out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...decoding.errors import UserError
+
+USAGE = "decodelab report DIR… [--against DIR] [output=DIR]   or   decodelab report explain RUN"
+HELP = f"""decodelab report: runs side by side
+
+  {USAGE}
+
+Reads every run and every cell of a sweep below the folders, prints a table, and writes report.md, report.csv and
+report.html (one file that asks for nothing else) into the first of them. Runs of different hardware, weights, dtype or
+prompts stand in tables of their own.
+
+  --against DIR     pairs the runs with those below DIR: what became slower or faster, and what it did to quality
+  output=DIR        where the files go
+  explain RUN       why a run was slow or fast, in words, and what to try"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line says."""
+
+    folders: tuple[Path, ...]
+    against: Path | None = None
+    output: Path | None = None
+
+
+def main(words: Sequence[str]) -> int:
+    """0 where anything was read."""
+    if not words or any(word in ("-h", "--help") for word in words):
+        print(HELP)
+        return 0
+    if words[0] in SUBCOMMANDS:
+        return SUBCOMMANDS[words[0]](words[1:])
+    return report(read(words))
+
+
+def read(words: Sequence[str]) -> Asked:
+    folders: list[Path] = []
+    against = output = None
+    said = list(words)
+    while said:
+        word, *said = said
+        name, equals, value = word.partition("=")
+        if name == "--against":
+            if not equals and not said:
+                raise UserError("--against needs a folder: --against DIR")
+            value, said = (value, said) if equals else (said[0], said[1:])
+            if against is not None:
+                raise UserError(f"--against {value} is the second; runs are compared with one folder")
+            against = Path(value).expanduser()
+        elif word.startswith("-"):
+            raise UserError(f"{word} is unknown: report takes DIR…, --against DIR and output=DIR")
+        elif equals and not Path(word).exists():
+            if name != "output":
+                raise UserError(f"{name}= is unknown: report takes output=DIR")
+            if not value.strip():
+                raise UserError("output is empty; name a folder")
+            output = Path(value).expanduser()
+        else:
+            folders.append(Path(word).expanduser())
+    if not folders:
+        raise UserError(f"report needs the folder of a run or a sweep: {USAGE}")
+    return Asked(tuple(folders), against, output)
+
+
+def report(asked: Asked) -> int:
+    from rich.console import Console
+
+    from . import tables
+    from .changes import compare
+    from .html import page
+    from .load import find
+    from .rows import grouped
+
+    found = find(asked.folders)
+    if not found.runs and not found.unfinished:
+        raise UserError("; ".join(found.notes))
+    output = _writable(asked)
+    groups = grouped(found.runs)
+    against = None
+    if asked.against is not None:
+        reference = find([asked.against])
+        if not reference.runs:
+            raise UserError(f"--against: {'; '.join(reference.notes) or f'no cell of {asked.against} has a result'}")
+        labels = {row.run.folder: row.label for group in groups for row in group.rows}
+        against = compare(found.runs, reference.runs, str(asked.against), labels, reference.notes)
+    console = Console(highlight=False, markup=False)
+    tables.show(groups, found, against, console)
+    made = {"report.md": tables.markdown, "report.csv": tables.comma_separated, "report.html": page}
+    for name, make in made.items():
+        _write(output / name, make(groups, found, against))
+    for note in found.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+    console.print(f"written to {', '.join(str(output / name) for name in made)}", soft_wrap=True)
+    return 0
+
+
+def _writable(asked: Asked) -> Path:
+    """Before the work: the folder named, or the first that was read."""
+    first = next((folder for folder in asked.folders if folder.exists()), asked.folders[0])
+    output = asked.output or (first if first.is_dir() else first.parent)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output} cannot be made ({error.strerror}); name another folder with output=DIR") from error
+    return output
+
+
+def _write(file: Path, text: str) -> None:
+    from ..files import write_atomic
+
+    try:
+        write_atomic(file, text)
+    except PermissionError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}); name another folder with output=DIR") from error
+
+
+def _explain(words: Sequence[str]) -> int:
+    from .explain import explain
+
+    if len(words) != 1:
+        raise UserError(f"explain takes the folder of one run, got {len(words)}: decodelab report explain RUN")
+    folder = Path(words[0]).expanduser()
+    if not (folder / "result.json").exists():
+        raise UserError(f"{folder} holds no result.json; name the folder of a run")
+    for line in explain(folder):
+        print(line)
+    return 0
+
+
+SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"explain": _explain}
