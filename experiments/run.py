@@ -19,10 +19,12 @@ from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
+from .files import read_result
 from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
 from .measure import Measurement, Sample, measure
 from .progress import Watch
-from .quality.evaluate import measure_quality, quality_digest
+from .quality.against import RunQuality
+from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
 from .result import build_result, provenance, run_key, speedup, write_result, write_run
 from .tasks import Task, load_task
 from .tracking import RunInfo, Running, Tracker
@@ -113,6 +115,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
         notes = resolve(config, source, what.task).notes()
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
+        exam = prepare(config, source, what.key, what.resolved)
         folder = _folder(config, what, started)
         title = f"{source.label}: {_drafter(config)}, {type(config.acceptance).__name__.lower()}"
         title += f", {what.task.label}" if what.task else ", quality"
@@ -151,8 +154,9 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
                         after=_told(tracker, timed),
                     )
                     profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
-                if config.quality.tasks and not (measured is not None and measured.interrupted):
-                    quality = measure_quality(lab, config, folder, what.key, watch.step)
+                if exam is not None and not (measured is not None and measured.interrupted):
+                    mine = RunQuality(folder, what.key, {}, what.resolved, what.digests, made, ())
+                    quality = measure_quality(lab, exam, config, mine, watch.step)
             except BaseException:
                 with suppress(OSError):  # it is empty
                     folder.rmdir()
@@ -174,6 +178,8 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
             console = Console(highlight=False, markup=False)
             table.show(result, samples, title, console)  # first: a full disk does not take it away
             write_run(folder, result, samples, lab)
+            if result["status"] != "interrupted":
+                (folder / ANSWERS).unlink(missing_ok=True)
             console.print(f"\nwritten to {folder}", soft_wrap=True)
             tracker.done(result)
         late = [text for text in tracker.warnings if text not in result["warnings"]]
@@ -181,7 +187,8 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
             result["warnings"] += late
             write_result(folder, result)
     if result["status"] == "interrupted":
-        print(f"decodelab: interrupted after {len(samples)} prompts; they are in {folder}", file=sys.stderr)
+        again = "; the same command with that output asks for the answers that are missing" if quality else ""
+        print(f"decodelab: interrupted after {len(samples)} prompts; they are in {folder}{again}", file=sys.stderr)
         return Outcome(folder, result, 130)
     return Outcome(folder, result, 1 if result["status"] == "broken" else 0)
 
@@ -239,7 +246,10 @@ def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
 
 
 def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
-    """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work."""
+    """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work.
+
+    An `output` that holds the interrupted run of the same key is taken again: speed is measured anew, quality goes on.
+    """
     if config.output is not None and not config.output.strip():
         raise UserError("output is empty; name a folder, or null for a new one under outputs/")
     if config.output is not None:
@@ -247,7 +257,8 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
     else:
         folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{what.slug}-{what.key}"
     try:
-        if config.output is not None and (folder / "result.json").exists():
+        result = folder / "result.json"
+        if config.output is not None and result.exists() and not _interrupted(result, what.key):
             raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
         plain, count = folder, 1
         while config.output is None and folder.exists():  # two runs of one second
@@ -262,3 +273,8 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
             f"output folder {folder} cannot be written ({error.strerror}); name another with output=DIR"
         ) from error
     return folder
+
+
+def _interrupted(file: Path, key: str) -> bool:
+    found = read_result(file)
+    return (found["status"], found["key"]) == ("interrupted", key)

@@ -54,6 +54,17 @@ def mean_interval(values: Column, level: float = 0.95) -> Interval:
     return _interval(lambda a, axis=-1: a.mean(axis), values, level=level)
 
 
+def share_interval(values: Column) -> Interval:
+    """The mean of 0/1 values, with Wilson's score interval: where all agree, a bootstrap has no width."""
+    from scipy.stats import binomtest
+
+    n, ones = len(values), int(values.sum())
+    if n < LEAST:
+        return Interval(ones / n if n else None, None, None, n)
+    bounds = binomtest(ones, n).proportion_ci(method="wilson")
+    return Interval(ones / n, float(bounds.low), float(bounds.high), n)
+
+
 def macro_interval(strata: Sequence[Stratum], level: float = 0.95) -> Interval:
     """The mean of the strata's means, each stratum resampled by itself; n counts all values.
 

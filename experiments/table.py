@@ -44,12 +44,15 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
     timed = strategy is not None and strategy["ttft_s"] is not None
     spoken = "" if strategy is None else f" · {r['prompts']} prompts{'' if timed else ' · untimed'}"
     yield [Text(title, style="bold"), Text(f"{p['device']} · {p['dtype']}{spoken}"), *_anchored(r["timing"])]
-    if strategy is None:
-        return
-    yield [_comparison(r)]
-    yield [*_exactness(r["exactness"]), *_resources(r)]
-    yield [_categories(r["by_category"], timed)]
-    yield [Text(line) for line in reasons(samples)]
+    if strategy is not None:
+        yield [_comparison(r)]
+        yield [*_exactness(r["exactness"]), *_resources(r)]
+        yield [_categories(r["by_category"], timed)]
+        yield [Text(line) for line in reasons(samples)]
+    if r["quality"]:
+        yield [*_quality(r["quality"])]
+        if r["quality"]["against"]:
+            yield [*comparison(r["quality"]["against"])]
     if r["compare_hf"]:
         yield [_transformers(r)]
     if r["profile"]:
@@ -183,8 +186,31 @@ def _categories(found: Mapping[str, Mapping[str, Any]], timed: bool) -> Table:
     return table
 
 
+def _quality(found: Mapping[str, Any]) -> Iterator[Any]:
+    """A line a metric, the main one of a task first."""
+    table = _table("quality", "metric", "value [95 %]", "n", "truncated")
+    for name, task in found["tasks"].items():
+        metrics = {task["main"]: task["metrics"][task["main"]]} | task["metrics"]
+        repeats = f" × {task['repeats']}" if task["repeats"] > 1 else ""
+        for i, (metric, value) in enumerate(metrics.items()):
+            first = Text(_short(name, _NARROW)), f"{value['n']}{repeats}", percent(task["truncated"])
+            label, n, truncated = first if not i else (Text(), "", "")
+            table.add_row(label, Text(_short(metric)), _score(value), n, truncated)
+    yield table
+    if only := [name for name, task in found["tasks"].items() if task["measures"] == "model only"]:
+        yield Text(f"model only, since likelihoods decode nothing: {', '.join(only)}")
+
+
+def _score(found: Mapping[str, Any]) -> str:
+    if found["low"] is None:
+        return number(found["value"], 3)
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
 def _transformers(r: Mapping[str, Any]) -> Table:
-    table = _table("transformers generate", "tokens/s", "time per token", "ours ÷ it", "identical")
+    turns = all(row["interleaved"] for row in r["compare_hf"].values())
+    name = "transformers generate" if turns else "transformers, after ours"
+    table = _table(name, "tokens/s", "time per token", "ours ÷ it", "identical")
     ours = r["strategy"]["tokens_per_second"]
     for mode, row in r["compare_hf"].items():
         rate = row["tokens_per_second"]

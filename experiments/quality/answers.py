@@ -30,11 +30,10 @@ class Answers:
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self._key = key
         self._known: dict[str, Answer] = {}
+        self._path = path
         self._file: TextIO | None = None
-        if path is not None:
-            if path.exists():
-                self._recall(path)
-            self._file = path.open("a", encoding="utf-8")
+        if path is not None and path.exists():
+            self._recall(path)
 
     def _recall(self, path: Path) -> None:
         content = path.read_bytes()
@@ -65,7 +64,9 @@ class Answers:
     def add(self, request: str, answer: Answer) -> None:
         """Known from now on, also to a run that begins after this one was killed."""
         self._known[request] = answer
-        if self._file is not None:
+        if self._path is not None:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
             self._file.write(json.dumps({"key": self._key, "request": request, "answer": asdict(answer)}) + "\n")
             self._file.flush()
 

@@ -1,21 +1,392 @@
 """Quality of a run: lm-eval's tasks on the decoding path, item by item."""
 
+import hashlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from io import StringIO
+from logging.handlers import QueueHandler
+from math import exp, isfinite, log
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...decoding.errors import UserError
+from ...decoding.model.config import ModelConfig
+from ...decoding.model.source import Source
 from ..config import RunConfig
+from ..files import write_atomic
 from ..lab import Lab, Progress
+from ..statistics import Interval, mean_interval, ratio_interval, share_interval
+from ..tasks import read_template
+from .against import RunQuality, compare_and_write, read_quality, refuse
+from .answers import Answer, Answers
+from .settings import TaskSpec
+
+if TYPE_CHECKING:  # a second that commands without quality do not pay
+    from lm_eval.api.task import Task
+
+    from .lm import DecodelabLM
+
+ANSWERS = "quality-responses.jsonl"  # of a run that is not over, so that it can go on
+KINDS = {
+    "multiple_choice": "multiple_choice",
+    "generate_until": "generate",
+    "loglikelihood": "perplexity",
+    "loglikelihood_rolling": "perplexity",
+}
+SHOTS_SEED = 1234  # lm-eval's own
+# Of a task's config: where its files lie, and what result.json says apart.
+_ELSEWHERE = ("dataset_path", "dataset_kwargs", "metadata", "num_fewshot", "generation_kwargs", "repeats")
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Tasks that can be asked, what result.json says of each beside its scores, and the run they are held against."""
+
+    tasks: Mapping[str, Any]  # lm-eval's
+    about: Mapping[str, Mapping[str, Any]]
+    template: str | None
+    reference: RunQuality | None
 
 
 def quality_digest(config: RunConfig) -> str | None:
-    """Of the tasks' files and scorers; part of a run's key. None without tasks."""
-    if not config.quality.tasks:
+    """Of the tasks' files, scorers and templates; part of a run's key. None without tasks."""
+    settings = config.quality
+    if not settings.tasks:
         return None
-    raise UserError("quality.tasks is not there yet")
+    if find_spec("lm_eval") is None:
+        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'")
+    from lm_eval import __version__
+
+    digest = hashlib.sha256(__version__.encode())
+    for task in settings.tasks:
+        digest.update(repr(task).encode())
+        if isinstance(task, TaskSpec):
+            digest.update(_spec_digest(task, config.trusted).encode())
+    for folder in settings.include:
+        for file in sorted(file for file in Path(folder).expanduser().rglob("*") if file.is_file()):
+            if "__pycache__" not in file.parts:
+                digest.update(str(file.relative_to(Path(folder).expanduser())).encode() + file.read_bytes())
+    digest.update((read_template(settings.template, "quality.template") or "").encode())
+    return digest.hexdigest()
 
 
-def measure_quality(lab: Lab, config: RunConfig, folder: Path, key: str, progress: Progress) -> dict[str, Any]:
-    """What result.json holds under `quality`. Writes `quality.jsonl`, a line an item, as it goes; items that a broken
-    off run of the same key left there are not asked again."""
-    raise UserError("quality.tasks is not there yet")
+def _spec_digest(task: TaskSpec, trusted: Sequence[str]) -> str:
+    """Of what makes an own task's items and scores. How many of them are asked, and how, is apart."""
+    digest = hashlib.sha256(repr((task.kind, task.fields, task.scorer, task.prompt)).encode())
+    for key, path in (("path", task.path), ("shots_path", task.shots_path)):
+        if path is not None:
+            try:
+                digest.update(Path(path).expanduser().read_bytes())
+            except OSError as error:
+                raise UserError(f"tasks {key}={path!r} cannot be read: {error.strerror}") from error
+    name = task.scorer.get("name") if isinstance(task.scorer, Mapping) else task.scorer
+    module = str(name).rpartition(".")[0]
+    if module and module.partition(".")[0] in trusted:  # a function of the user's own
+        found = find_spec(module)
+        if found is not None and found.origin:
+            digest.update(Path(found.origin).read_bytes())
+    return digest.hexdigest()
+
+
+def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, Any]) -> Exam | None:
+    """Builds the tasks, before any weight is loaded; what cannot work, or cannot be compared as asked, is refused."""
+    settings = config.quality
+    if not settings.tasks:
+        if config.against is not None:
+            raise UserError(f"against={config.against} compares quality: name quality.tasks")
+        return None
+    from .lm import limits
+    from .tasks import build_tasks
+
+    if settings.repeats > 1 and not config.acceptance.law().sample:
+        raise UserError(
+            f"quality.repeats={settings.repeats} would draw one answer {settings.repeats} times; acceptance=sampling"
+        )
+    template = read_template(settings.template, "quality.template")
+    if settings.chat and template is None and not source.tokenizer.chat_template:
+        raise UserError(
+            "quality.chat=true, but the tokenizer has no chat template: give one with quality.template=FILE"
+        )
+    reference = None if config.against is None else read_quality(Path(config.against).expanduser())
+    tasks = build_tasks(settings, source.tokenizer, config.trusted)
+    specs = {task.name or Path(task.path).stem: task for task in settings.tasks if isinstance(task, TaskSpec)}
+    context = ModelConfig.from_hf(source.config).max_positions
+    effective = (template or str(source.tokenizer.chat_template)) if settings.chat else None
+    about = {}
+    for name, task in tasks.items():
+        spec, generates = specs.get(name), task.OUTPUT_TYPE == "generate_until"
+        longest, stop = (
+            limits(task.config.generation_kwargs or {}, settings.max_new_tokens) if generates else (None, ())
+        )
+        if longest is not None and longest >= context:
+            raise UserError(
+                f"{name}: an answer of {longest} tokens and its prompt do not fit the context of {context}; lower "
+                "max_new_tokens"
+            )
+        main = main_metric(task)
+        about[name] = {
+            "kind": KINDS[task.OUTPUT_TYPE],
+            "measures": "decoding" if generates else "model only",
+            "main": main,
+            "higher_is_better": bool(task.higher_is_better().get(main.partition(",")[0], True)),
+            "repeats": settings.repeats if generates else 1,
+            "digest": _task_digest(task) if spec is None else _spec_digest(spec, config.trusted),
+            "settings": {
+                "shots": task.config.num_fewshot or 0,
+                "chat": settings.chat,
+                "template": None if effective is None else hashlib.sha256(effective.encode()).hexdigest(),
+                "system": settings.system,
+                "batch": settings.batch or config.batch,
+                "max_new_tokens": longest,
+                "stop": list(stop),
+                "scorer": None if spec is None else spec.scorer,
+                "limit": settings.limit if spec is None or spec.limit is None else spec.limit,
+            },
+        }
+    if reference is not None:
+        mine = RunQuality(Path(), key, {"tasks": about, "backend": _backend()}, resolved, {}, {}, ())
+        refuse(mine, reference, settings.allow)
+    return Exam(tasks, about, template, reference)
+
+
+def _task_digest(task: "Task") -> str:
+    """Of all items and of how they are read and scored."""
+    how = {k: v for k, v in task.dump_config().items() if k not in _ELSEWHERE}
+    digest = hashlib.sha256(json.dumps(how, sort_keys=True, default=str).encode())
+    for doc in task.eval_docs:
+        digest.update(json.dumps(doc, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _backend() -> str:
+    from lm_eval import __version__
+
+    return f"decodelab, lm-eval {__version__}"
+
+
+def main_metric(task: "Task") -> str:
+    """The first one, by the first filter."""
+    filters = [f["name"] for f in task.config.filter_list or ()] or ["none"]
+    return _score_name(next(iter(task.aggregation())), filters[0], len(filters))
+
+
+def _score_name(metric: str, filter_name: str, filters: int) -> str:
+    return metric if filters == 1 else f"{metric},{filter_name}"
+
+
+def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, progress: Progress) -> dict[str, Any]:
+    """What result.json holds under `quality`. `mine`: the run, without what is found here.
+
+    Writes quality.jsonl, a line an item and repeat, and flips.jsonl beside a reference. Answers are kept as they come:
+    a run of the same key in the same folder asks for those that are missing. An interrupt ends the asking; what was
+    answered is scored.
+    """
+    from .lm import DecodelabLM
+
+    settings = config.quality
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    interrupted = False
+    shown = sys.stderr
+
+    def told(what: str, done: int, total: int) -> None:
+        with redirect_stderr(shown):
+            progress(what, done, total)
+
+    with Answers(mine.folder / ANSWERS, mine.key) as answers:
+        lm = DecodelabLM(
+            lab,
+            seed=config.seed,
+            batch=settings.batch or config.batch,
+            max_new_tokens=settings.max_new_tokens,
+            thinking=settings.thinking,
+            template=exam.template,
+            answers=answers,
+            progress=told,
+        )
+        for name, task in exam.tasks.items():
+            about = exam.about[name]
+            items: list[Item] = []
+            for repeat in range(about["repeats"]):
+                if not interrupted:
+                    asked, interrupted = _asked(lm, name, task, about, settings.system, repeat)
+                    items += asked
+            if items:
+                found[name] = _scored(task, about, items)
+                rows += [_row(name, task, item) for item in items]
+    write_atomic(mine.folder / "quality.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in rows))
+    quality = {"tasks": found, "backend": _backend(), "against": None, "interrupted": interrupted}
+    if exam.reference is not None and found:
+        try:
+            quality["against"] = compare_and_write(
+                replace(mine, quality=quality, rows=rows),
+                exam.reference,
+                epsilon=settings.epsilon,
+                allow=settings.allow,
+            )
+        except UserError as error:  # what took hours is written all the same
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+    return quality
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One answered item: lm-eval's sample of each filter, and the answers to its requests."""
+
+    samples: tuple[Mapping[str, Any], ...]
+    answers: tuple[Answer, ...]
+    repeat: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What lm-eval scored it with, by metric: mostly a number, or what a number of the whole task is made of."""
+        return {
+            _score_name(metric, sample["filter"], len(self.samples)): sample[metric]
+            for sample in self.samples
+            for metric in sample["metrics"]
+        }
+
+
+def _asked(
+    lm: "DecodelabLM", name: str, task: "Task", about: Mapping[str, Any], system: str | None, repeat: int
+) -> tuple[list[Item], bool]:
+    """Every item of a task once, and whether that was interrupted: then those that were answered before."""
+    from lm_eval.evaluator import evaluate
+
+    def evaluated(replay: bool) -> list[Item]:
+        lm.begin(repeat, about["repeats"], replay=replay)
+        task.set_fewshot_seed(SHOTS_SEED)  # anew, so that every pass asks the same
+        chat = about["settings"]["chat"]
+        with _heard(), redirect_stderr(StringIO()):  # of lm-eval's progress bars
+            done = evaluate(
+                lm,
+                {name: task},
+                limit=about["settings"]["limit"],
+                bootstrap_iters=0,
+                system_instruction=system,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+            )
+        by_doc: dict[int, list[Mapping[str, Any]]] = {}
+        for sample in done["samples"][name]:
+            by_doc.setdefault(sample["doc_id"], []).append(sample)
+        items = []
+        for doc, samples in by_doc.items():
+            known = [answer for answer in lm.asked[doc] if answer is not None]
+            if len(known) == len(lm.asked[doc]):
+                items.append(Item(tuple(samples), tuple(known), repeat))
+        return items
+
+    try:
+        return evaluated(replay=False), False
+    except KeyboardInterrupt:
+        return evaluated(replay=True), True
+
+
+def _scored(task: "Task", about: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
+    by_doc: dict[int, list[Item]] = {}
+    for item in items:
+        by_doc.setdefault(item.samples[0]["doc_id"], []).append(item)
+    names = dict.fromkeys(name for item in items for name in item.values)
+    metrics = {}
+    for name in names:
+        values = [[item.values[name] for item in same if name in item.values] for same in by_doc.values()]
+        metrics[name] = asdict(_interval(task, name.partition(",")[0], [v for v in values if v]))
+    cut = [item.answers[0].truncated for item in items if item.answers[0].truncated is not None]
+    main = about["main"] if about["main"] in metrics else next(iter(metrics))  # a metric may have split into several
+    truncated = sum(cut) / len(cut) if cut else None
+    return dict(about) | {"metrics": metrics, "main": main, "n": len(by_doc), "truncated": truncated}
+
+
+def _interval(task: "Task", metric: str, values: Sequence[Sequence[Any]]) -> Interval:
+    """Over items, the repeats of one averaged first. Metrics of a whole corpus, such as F1 over all, have no bounds."""
+    from lm_eval.api import metrics as known
+
+    aggregate = task.aggregation().get(metric, known.mean)
+    if aggregate in (known.mean, known.perplexity):
+        column = np.array([np.mean([float(v) for v in same]) for same in values])
+        found = share_interval(column) if np.isin(column, (0, 1)).all() else mean_interval(column)
+        return found if aggregate is known.mean else _mapped(found, lambda x: exp(-x))
+    if _weighted(task, metric):
+        sums, weights = np.array([same[0] for same in values], dtype=float).T
+        scale = (lambda x: exp(-x)) if aggregate is known.weighted_perplexity else (lambda x: -x / log(2))
+        return _mapped(ratio_interval(sums, weights), scale)
+    every = [v for same in values for v in same]
+    return Interval(float(aggregate(every)), None, None, len(values))
+
+
+def _mapped(found: Interval, falling: Callable[[float], float]) -> Interval:
+    """Of a decreasing function of the value."""
+    value, low, high = (None if x is None else falling(x) for x in (found.value, found.high, found.low))
+    return Interval(value, low, high, found.n)
+
+
+def _row(name: str, task: "Task", item: Item) -> dict[str, Any]:
+    """A line of quality.jsonl. `weights`: the words or bytes that a document's perplexity counts for."""
+    sample, answers = item.samples[0], item.answers
+    kind = KINDS[task.OUTPUT_TYPE]
+    scores, weights = {}, {}
+    for metric, value in item.values.items():
+        if _weighted(task, metric):
+            scores[metric], weights[metric] = _number(task.aggregation()[metric.partition(",")[0]]([value])), value[1]
+        elif isinstance(value, Real):
+            scores[metric] = _number(value)
+    if kind == "multiple_choice":
+        response: Any = [answer.value[0] for answer in answers]
+        scored: Any = int(np.argmax(response))
+    else:
+        response = answers[0].value if answers[0].text is None else [answer.text for answer in answers]
+        scored = sample["filtered_resps"][0]
+    if isinstance(response, list) and len(response) == 1:
+        (response,) = response
+    return {
+        "task": name,
+        "id": sample["doc"].get("id", sample["doc_id"]),
+        "repeat": item.repeat,
+        "category": sample["doc"].get("category"),
+        "doc_hash": sample["doc_hash"],
+        "prompt_hash": sample["prompt_hash"],
+        "prompt": "" if task.OUTPUT_TYPE == "loglikelihood_rolling" else sample["arguments"][0][0],
+        "gold": sample["target"],
+        "response": response,
+        "scored": scored,
+        "scores": scores,
+        "truncated": answers[0].truncated,
+        "tokens": None if kind == "multiple_choice" else sum(answer.tokens for answer in answers),
+        "weights": weights,
+    }
+
+
+def _weighted(task: "Task", metric: str) -> bool:
+    from lm_eval.api import metrics as known
+
+    return task.aggregation().get(metric.partition(",")[0]) in (known.weighted_perplexity, known.bits_per_byte)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isfinite(value) else None
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """What lm-eval logs as a warning becomes one, each text once."""
+    queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    handler, logger = QueueHandler(queue), logging.getLogger("lm_eval")
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        while not queue.empty():
+            warnings.warn(f"lm-eval: {queue.get().getMessage()}", RuntimeWarning, stacklevel=3)

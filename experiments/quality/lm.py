@@ -227,7 +227,8 @@ class DecodelabLM(TemplateLM):
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """As lm-eval tokenises them: together, cut behind the context's tokens. Where that leaves nothing, since the
-        continuation's text went into the context's last token, they are tokenised apart (lm-eval#1297, lm-eval#3336)."""
+        continuation's text went into the context's last token, they are tokenised apart (lm-eval#1297, lm-eval#3336).
+        """
         if not continuation:
             return self.tok_encode(context) or [self.prefix_token_id], []
         if context:
@@ -253,7 +254,7 @@ class DecodelabLM(TemplateLM):
         for i, (_, context, continuation) in enumerate(pairs):
             if len(continuation) > self.max_length:
                 raise UserError(
-                    f"a continuation has {len(continuation)} tokens, but the context holds {self.max_length}; shorten it"
+                    f"a continuation has {len(continuation)} tokens, the context holds {self.max_length}; shorten it"
                 )
             # the last token is scored, never read
             cut = max(0, len(context) + len(continuation) - self.max_length - 1)
