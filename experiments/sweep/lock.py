@@ -1,0 +1,69 @@
+"""One sweep a folder, and one sweep a GPU: locks that end with the processes that hold them, however they end."""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+from ...decoding.errors import UserError
+from ...decoding.model.storage import cache_dir, explained
+
+_PATIENCE_S = 5.0  # a killed sweep's worker takes a moment to end
+_FOLDER = ".lock"
+
+
+class Lock:
+    """Held from its creation on. A child that inherits `fd` holds it too: while a killed sweep's worker still runs, no
+    other sweep begins. Raises UserError with `busy`, in which {} is the holder's process id, where another holds it."""
+
+    def __init__(self, file: Path, busy: str) -> None:
+        try:
+            import fcntl
+        except ImportError:
+            raise UserError("sweeps lock their folder as Linux and macOS do; on Windows use WSL") from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(self.fd, 20, 0).decode(errors="replace").strip()
+                if time.monotonic() < until and not _alive(holder):
+                    time.sleep(0.1)
+                    continue
+                os.close(self.fd)
+                raise UserError(busy.format(holder or "unknown")) from None
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self.fd)
+
+
+def lock_folder(folder: Path) -> Lock:
+    """Of a sweep."""
+    busy = f"process {{}} runs a sweep in {folder}: wait for it, or name another folder with output=DIR"
+    return Lock(folder / _FOLDER, busy)
+
+
+def lock_gpu(device: str) -> Lock:
+    """Of cuda or cuda:1, on this machine, whatever CUDA_VISIBLE_DEVICES calls it."""
+    index = int(device.partition(":")[2] or 0)
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    name = visible[index] if index < len(visible) else str(index)
+    file = cache_dir() / "locks" / f"{platform.node()}-cuda-{name.replace('/', '_')}.lock"
+    with explained(file):
+        return Lock(file, f"process {{}} runs a sweep on {device}: wait for it, or choose another with device=cuda:1")
+
+
+def _alive(pid: str) -> bool:
+    """Whether a process has this id; also one of another user."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
