@@ -136,17 +136,22 @@ def read(argv: Sequence[str]) -> Words:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    if argv and (plain := PLAIN.get(argv[0])) is not None:
+        return plain.do(argv[1:])
     words = read(argv)
     if words.version:
         print(f"decodelab {__version__}")
         return 0
+    if words.job in PLAIN:
+        raise UserError(f"{words.job} is the first word: decodelab {words.job} …")
+    names = (*JOBS, *PLAIN)
     if words.job is not None and words.job not in JOBS:
-        raise UserError(f"{words.job!r} is no job: {did_you_mean(words.job, JOBS)}jobs are {', '.join(JOBS)}")
+        raise UserError(f"{words.job!r} is no job: {did_you_mean(words.job, names)}jobs are {', '.join(names)}")
     if words.help or not argv:
         print(help_text(words))
         return 0
     if words.job is None:
-        raise UserError(f"name a job, one of {', '.join(JOBS)}: {USAGE}")
+        raise UserError(f"name a job, one of {', '.join(names)}: {USAGE}")
     composer = Composer(words.config_dirs)
     cells = expand(words.overrides, composer, multirun=words.multirun)
     configs = composed(cells, composer)
@@ -191,6 +196,12 @@ def _check(config: "RunConfig") -> int:
     return check(config)
 
 
+def _report(words: Sequence[str]) -> int:
+    from .report.command import main as report
+
+    return report(words)
+
+
 def _show(cells: Sequence[Cell], configs: Sequence["RunConfig"]) -> int:
     """The configuration; of a sweep, what all cells share, and under each cell's label the rest of it."""
     resolved = [config.resolved for config in configs]
@@ -230,6 +241,14 @@ class Job:
     measures: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A command without a configuration: it reads its own words, `--help` among them."""
+
+    about: str
+    do: Callable[[Sequence[str]], int]
+
+
 JOBS: Mapping[str, Job] = {
     "run": Job(
         "a strategy against plain decoding on a task: table, result.json, events.jsonl, samples.jsonl",
@@ -243,6 +262,9 @@ JOBS: Mapping[str, Job] = {
     ),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
 }
+PLAIN: Mapping[str, Plain] = {
+    "report": Plain("runs side by side, against earlier ones, or one explained; decodelab report --help", _report),
+}
 
 
 def help_text(words: Words) -> str:
@@ -253,7 +275,7 @@ def help_text(words: Words) -> str:
         group, _, option = override.partition("=")
         if option in found.get(group, ()):
             taken[group] = option
-    jobs = [f"  {name:10}{job.about}" for name, job in JOBS.items() if words.job in (None, name)]
+    jobs = [f"  {name:10}{job.about}" for name, job in {**JOBS, **PLAIN}.items() if words.job in (None, name)]
     lines = ["decodelab: decoding strategies, composed in a config and measured against plain decoding"]
     lines += ["", f"  {USAGE}", "", "JOB", *jobs, "", "OPTIONS"]
     lines += [f"  {option:18}{about}" for option, about in OPTIONS.items()]

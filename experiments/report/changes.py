@@ -71,7 +71,7 @@ def compare(
     changes = [_change(labels.get(one.folder, one.folder.name), two, one, notes) for one, two in pairs]
     if changes:
         notes.insert(0, "time per token: of the strategy, over the prompts of both runs, with a paired 95 % interval; "
-                     "what plain decoding changed by between the runs is the machine, not the strategy")  # fmt: skip
+                     "plain decoding: its own change between the runs, which is the machine's")  # fmt: skip
     return Comparison(name, tuple(changes), tuple(notes))
 
 

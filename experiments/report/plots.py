@@ -144,7 +144,7 @@ def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
             for (row, curve), style in zip(traced, _styles([row for row, _ in traced]), strict=True):
                 colour = _colour(row, colours)
                 if (end := _line(axes, curve, name, colour, style)) is not None:
-                    ends.append((*end, _short(row.label, 30), colour))
+                    ends.append((*end, _short(row.label, 36), colour))
             axes.set_ylim(0, 1.03)
             axes.set_title(title, loc="left", color=LIGHT["text"])
             axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.0f} %")

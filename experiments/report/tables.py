@@ -17,7 +17,7 @@ DOMINATED = (
     "dominated: another row of the table is at least as fast and at least as good, and better in one of the two; rows "
     "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide"
 )
-_LABEL, _SCORE = 26, 26  # columns of a terminal that a label and a score with its interval take
+_LABEL, _SCORE = 22, 26  # columns of a terminal that a label and a score with its interval take
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ COLUMNS: Sequence[Column] = (
     Column("tokens/s", _number("strategy.tokens_per_second", 1), 90),
     Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 106),
     Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 106),
+)
+MEMORY: Sequence[Column] = (
     Column("weights", lambda row: size(row.run.number("memory.weights_bytes"))),
     Column("KV cache", lambda row: size(row.run.number("memory.kv_bytes"))),
     Column("peak memory", lambda row: size(row.run.number("memory.peak_bytes"))),
@@ -60,8 +62,13 @@ def _output(row: Row) -> str:
 
 def columns(group: Group) -> list[Column]:
     """Those that say something of at least one row, and a column for each task."""
-    scores = [Column(title(measure), _scored(measure)) for measure in group.measures]
-    return [column for column in (*COLUMNS, *scores) if any(column.show(row) != "–" for row in group.rows)]
+    return [
+        column for column in (*COLUMNS, *_scores(group), *MEMORY) if any(column.show(row) != "–" for row in group.rows)
+    ]
+
+
+def _scores(group: Group) -> list[Column]:
+    return [Column(title(measure), _scored(measure)) for measure in group.measures]
 
 
 def title(measure: Measure) -> str:
@@ -112,7 +119,7 @@ def show(groups: Sequence[Group], found: Found, against: Comparison | None, cons
         console.print(Text(" · ".join(filter(None, (group.machine, group.shared)))))
         width = console.width
         _print(console, group, [c for c in COLUMNS if c.least is not None and c.least <= width])
-        some = [Column(title(measure), _scored(measure)) for measure in group.measures]
+        some = _scores(group)
         at_once = max(1, (width - _LABEL) // _SCORE)
         for begin in range(0, len(some), at_once):
             _print(console, group, some[begin : begin + at_once])
@@ -124,7 +131,7 @@ def show(groups: Sequence[Group], found: Found, against: Comparison | None, cons
         _print_table(console, ("cells without a result", "status", "why"), cells, words=True)
         console.print()
     if against is not None:
-        for titles, lines in changes(against):
+        for titles, lines in changes(against, brief=console.width < _WIDE):
             _print_table(console, titles, lines)
         for note in against.notes:
             console.print(Text(note, style="dim"))
@@ -147,7 +154,8 @@ def _print_table(console: Any, titles: Sequence[str], lines: Sequence[Sequence[s
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for i, name in enumerate(titles):
-        table.add_column(name, overflow="fold", justify="left" if words or i == 0 else "right")
+        least = min(_LABEL, max((len(line[0]) for line in lines), default=0)) if i == 0 else None
+        table.add_column(name, overflow="fold", justify="left" if words or i == 0 else "right", min_width=least)
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     console.print(table)
@@ -243,14 +251,16 @@ def _lines(group: Group, against: Comparison | None) -> Iterator[dict[str, Any]]
 
 # --- changes
 
-_CHANGED = ("cell", "time per token", "of plain decoding", "speedup", "τ", "acceptance", "same outputs", "output")
+_CHANGED = ("cell", "time per token", "plain decoding", "same outputs", "speedup", "τ", "acceptance", "output")
+_WIDE, _BRIEF = 130, 4  # columns of a terminal that has room for all of these, and what a narrower one shows
 _SCORED = ("cell", "task", "score", "difference [95 %]", "p", "better / worse", "verdict")
 
 
-def changes(against: Comparison) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
+def changes(against: Comparison, brief: bool = False) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
     """Of speed, then of quality: titles and lines of each table that has any."""
-    if speed := [_changed(change) for change in against.changes]:
-        yield _CHANGED, speed
+    most = _BRIEF if brief else len(_CHANGED)
+    if speed := [_changed(change)[:most] for change in against.changes]:
+        yield _CHANGED[:most], speed
     if quality := [line for change in against.changes for line in _rescored(change)]:
         yield _SCORED, quality
 
@@ -263,10 +273,10 @@ def _changed(change: Change) -> Sequence[str]:
         change.label,
         slower(change.time),
         slower(change.baseline),
+        same,
         _both(number(before.number("speedup.value"), 2, "×"), number(after.number("speedup.value"), 2, "×")),
         _both(number(before.number("strategy.tokens_per_step")), number(after.number("strategy.tokens_per_step"))),
         _both(percent(before.number("strategy.acceptance_rate")), percent(after.number("strategy.acceptance_rate"))),
-        same,
         _both(*verdicts),
     )
 
@@ -297,7 +307,9 @@ def slower(change: Value) -> str:
     """Of seconds per token: "2.0 % slower [−1.0, 5.0]"."""
     if change.value is None:
         return "–"
-    sign, word = (1, "slower") if change.value >= 0 else (-1, "faster")
+    if change.value == 0:
+        return "the same"
+    sign, word = (1, "slower") if change.value > 0 else (-1, "faster")
     bounds = [100 * sign * bound for bound in (change.low, change.high) if bound is not None]
     text = f"{100 * abs(change.value):.1f} % {word}"
     if len(bounds) == 2:
