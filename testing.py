@@ -135,18 +135,23 @@ def another_member_wins(make: Make) -> None:
 
 def drafts_follow_from_the_text(make: Make) -> None:
     """The same text gets the same drafts: twice, beside other requests, after steps without a draft, and after tokens
-    that another member of a merge brought (sglang#8726, TensorRT-LLM#2263)."""
+    that another member of a merge brought (sglang#8726, TensorRT-LLM#2263). A drafter that learns from all rows of its
+    drafts, kept or not, goes by those too: it only has to do the same twice and beside others."""
     trial = _Trial.of(make, Greedy())
     first = _Stage(trial.drafter)
     trial.alone(first)
     ways: dict[str, tuple[_Stage, bool]] = {
         "once more": (_Stage(trial.drafter), True),
         "beside other requests": (_Stage(trial.drafter), False),
+    }
+    needs = trial.drafter.needs
+    learns = needs.argmax or needs.choices or needs.topk
+    others: dict[str, tuple[_Stage, bool]] = {
         "every other step": (_Stage(trial.drafter, rooms=(0, 99)), True),
         "merged with a member that wins": (trial.merge((3,)), True),
         "merged with a member that wins every other step": (trial.merge((3, 0)), False),
     }
-    for way, (stage, alone) in ways.items():
+    for way, (stage, alone) in (ways if learns else ways | others).items():
         if alone:
             trial.alone(stage)
         else:
@@ -435,6 +440,7 @@ def _own_view(seen: Seen, others: int) -> Seen:
         seen,
         own_path=tuple(row - others for row in seen.own_path if row >= others),
         argmax=rows(seen.argmax),
+        choices=rows(seen.choices),
         topk=rows(seen.topk),
         hidden=states(seen.hidden),
     )

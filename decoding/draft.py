@@ -60,12 +60,17 @@ class Draft:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @property
+    def depths(self) -> list[int]:
+        """Of each row: 1 behind the last emitted token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return depths
+
+    @property
     def depth(self) -> int:
         """The longest path of candidates."""
-        depth: list[int] = []
-        for parent in self.parents:
-            depth.append(depth[parent] + 1 if parent >= 0 else 1)
-        return max((d for d, judged in zip(depth, self.judged, strict=True) if judged), default=0)
+        return max((d for d, judged in zip(self.depths, self.judged, strict=True) if judged), default=0)
 
 
 def chain(tokens: Sequence[int], q: Float[Tensor, "K V"] | None = None, source: int = 0) -> Draft:
@@ -99,11 +104,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter must be given. `taps`: hidden states of verified rows; `prefill_hidden`: of the prompt's too."""
+    """What a drafter must be given. `taps`: hidden states of verified rows; `prefill_hidden`: of the prompt's too;
+    `choices`: what plain decoding would emit behind each row, with the noise of that row's position."""
 
     taps: tuple[Tap, ...] = ()
     prefill_hidden: bool = False
     argmax: bool = False
+    choices: bool = False
     topk: int = 0
     target_cache: bool = False
     second_model: bool = False
@@ -140,9 +147,9 @@ class Seen:
     """What one forward decided. `tokens` follow the N newly committed rows; the first has index `position`.
 
     In a chunk of the prompt they are the prompt's own next tokens (with the first generated one behind the last chunk).
-    `own_path`: the kept rows of this drafter's draft, root to leaf. `argmax` [1 + K], `topk` [1 + K, k] and `hidden`
-    [1 + K, dim] speak of the root row and of the draft's rows in its own order, `committed` [N, dim] of the committed
-    rows; each is None or empty unless asked for in `needs`.
+    `own_path`: the kept rows of this drafter's draft, root to leaf. `argmax` [1 + K], `choices` [1 + K], `topk`
+    [1 + K, k] and `hidden` [1 + K, dim] speak of the root row and of the draft's rows in its own order, `committed`
+    [N, dim] of the committed rows; each is None or empty unless asked for in `needs`.
     """
 
     tokens: tuple[int, ...]
@@ -150,6 +157,7 @@ class Seen:
     own_path: tuple[int, ...] = ()
     prefill: bool = False
     argmax: tuple[int, ...] | None = None
+    choices: tuple[int, ...] | None = None
     topk: tuple[tuple[int, ...], ...] | None = None
     hidden: dict[Tap, Tensor] | None = None
     committed: dict[Tap, Tensor] | None = None
@@ -173,6 +181,14 @@ class Drafter(Protocol[S]):
     def propose(self, states: Sequence[S], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]: ...
     def observe(self, states: Sequence[S], seen: Sequence[Seen]) -> list[S]: ...
     def finish(self, state: S) -> None: ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A drafter that learns from one request for the next, where its settings ask for that: what it drafts then depends
+    on what ran before. `forget` takes it back to what it was when it was built; a measurement begins with it."""
+
+    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,16 @@ def assemble(live: Sequence[Live], drafts: Sequence[Draft]) -> tuple[Rows, list[
     return Rows(torch.tensor(tokens), torch.tensor(parents), torch.tensor(owner), chain=chain), starts
 
 
-def seen(s: Live, kept: Kept, draft: Draft, out: Output, argmax: list[int], at: int, needs: Needs) -> Seen:
+def seen(
+    s: Live,
+    kept: Kept,
+    draft: Draft,
+    out: Output,
+    argmax: list[int],
+    choices: tuple[int, ...] | None,
+    at: int,
+    needs: Needs,
+) -> Seen:
     """What the drafter is told of one verification; `at` is where the sequence's rows begin in it."""
     rows = slice(at, at + 1 + len(draft))
     committed = [at, *(at + 1 + row for row in kept.cached)]
@@ -153,6 +162,7 @@ def seen(s: Live, kept: Kept, draft: Draft, out: Output, argmax: list[int], at: 
         position=len(s.tokens) - len(kept.run),
         own_path=kept.path,
         argmax=tuple(argmax[rows]) if needs.argmax else None,
+        choices=choices,
         topk=_topk(out.logits[rows], needs.topk),
         hidden={tap: h[rows] for tap, h in out.hidden.items()} if needs.taps else None,
         committed={tap: h[committed] for tap, h in out.hidden.items()} if needs.taps else None,
@@ -168,6 +178,7 @@ def seen_prompt(s: Live, at: int, size: int, out: Output, needs: Needs) -> Seen:
         position=at + 1,
         prefill=True,
         argmax=(int(out.logits[0].argmax()),) if needs.argmax and last else None,
+        choices=(s.tokens[at + size],) if needs.choices and last else None,
         topk=_topk(out.logits, needs.topk) if last else None,
         hidden={tap: h[-1:] for tap, h in out.hidden.items()} if told and last else None,
         committed=out.hidden if told and needs.prefill_hidden else None,

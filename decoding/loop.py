@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..attention.cache import Cache
 from ..attention.rows import chains
 from .acceptance import Acceptance
-from .draft import EMPTY, Drafter, Opened
+from .draft import EMPTY, Draft, Drafter, Opened
 from .events import Clock, Generation, Prefill, Step, finish
 from .law import Law
 from .live import Live, assemble, each_of, seen, seen_prompt
@@ -75,11 +76,12 @@ def decode(
             argmax = verified.logits.argmax(-1).tolist()
             marks.append(clock.mark())
 
-            kept = []
+            kept, laws = [], []
             for s, draft, a, n in zip(live, drafts, at, noise, strict=True):
                 mine = slice(a, a + 1 + len(draft))
                 logits = verified.logits[mine]
                 law = Law(s.request.processors, logits, s.tokens, draft.tokens, draft.parents, argmax[mine])
+                laws.append(law)
                 kept.append(s.take(draft, acceptance.judge(draft, law, n), logits))
             marks.append(clock.mark())
             cache.commit(
@@ -88,7 +90,11 @@ def decode(
             marks.append(clock.mark())
 
             each = list(zip(live, kept, drafts, at, strict=True))
-            news = [seen(s, k, draft, verified, argmax, a, needs) for s, k, draft, a in each]
+            choices = [_choices(*of) for of in zip(drafts, laws, noise, strict=True)] if needs.choices else repeat(None)
+            news = [
+                seen(s, k, draft, verified, argmax, chosen, a, needs)
+                for (s, k, draft, a), chosen in zip(each, choices, strict=False)
+            ]
             states = each_of(drafter, "observe", drafter.observe([s.state for s in live], news), live)
             for s, state in zip(live, states, strict=True):
                 s.state = state
@@ -138,6 +144,10 @@ def _prefill(
         (s.state,) = each_of(drafter, "observe", told, [s])
     marks.append(clock.mark())
     return marks
+
+
+def _choices(draft: Draft, law: Law, noise: Noise) -> tuple[int, ...]:
+    return tuple(law.choose(row, noise, depth) for row, depth in enumerate([0, *draft.depths]))
 
 
 def _noise(seed: int, s: Live, acceptance: Acceptance) -> Noise:

@@ -10,7 +10,19 @@ import torch
 from torch import Tensor
 
 from ..decoding.cost import Profile, measure_target
-from ..decoding.draft import EMPTY, Draft, Drafter, DrafterSettings, Gives, Needs, Opened, Resources, Room, Seen
+from ..decoding.draft import (
+    EMPTY,
+    Draft,
+    Drafter,
+    DrafterSettings,
+    Gives,
+    Needs,
+    Opened,
+    Remembers,
+    Resources,
+    Room,
+    Seen,
+)
 from ..decoding.errors import UserError
 from ..decoding.noise import Noise
 from .budget import Estimate, allocate
@@ -100,6 +112,11 @@ class Merged:
     @property
     def gives(self) -> Gives:
         return _gives([m.gives for m in self.members], self.order, self.budget)
+
+    def forget(self) -> None:
+        for member in self.members:
+            if isinstance(member, Remembers):
+                member.forget()
 
     def start(self, requests: Sequence[Opened]) -> list[State]:
         started = [m.start(requests) for m in self.members]
@@ -228,6 +245,7 @@ def _view(seen: Seen, draft: Draft, rows: Sequence[int], needs: Needs) -> Seen:
         seen,
         own_path=_own_path(draft, rows, seen.own_path),
         argmax=tuple(seen.argmax[i] for i in at) if needs.argmax and seen.argmax is not None else None,
+        choices=tuple(seen.choices[i] for i in at) if needs.choices and seen.choices is not None else None,
         topk=tuple(seen.topk[i][: needs.topk] for i in at) if needs.topk and seen.topk is not None else None,
         hidden=taps(seen.hidden, within),
         committed=taps(seen.committed, None) if needs.prefill_hidden or not seen.prefill else None,
@@ -239,6 +257,7 @@ def _needs(each: Sequence[Needs]) -> Needs:
         taps=tuple(dict.fromkeys(tap for n in each for tap in n.taps)),
         prefill_hidden=any(n.prefill_hidden for n in each),
         argmax=any(n.argmax for n in each),
+        choices=any(n.choices for n in each),
         topk=max(n.topk for n in each),
         target_cache=any(n.target_cache for n in each),
         second_model=any(n.second_model for n in each),

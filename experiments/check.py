@@ -1,17 +1,23 @@
 """The job `check`: what a configuration would do, and whether it can."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings, Needs
+from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
-from .composition import Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
+from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
 from .hardware import describe_device
+from .sweep.grid import Cell
 from .table import size
 from .tasks import FORMATS, Task, TaskSettings, load_task
 
@@ -20,26 +26,35 @@ _EXPECTED: dict[Exactness, str] = {
     "same law": "other tokens than plain sampling's, of the same distribution",
     "lossy": "another distribution than the target's, by design",
 }
+_ABSENT = "what the files of the models decide is known once they are fetched"
 _NEEDS = {
     "prefill_hidden": "hidden states of the prompt",
-    "argmax": "the target's choice at every row",
+    "argmax": "the target's likeliest token at every row",
+    "choices": "what plain decoding would emit at every row",
     "target_cache": "the target's KV cache",
     "second_model": "a second model",
     "documents": "documents",
 }
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What can be known of a configuration from here. `absent`: models that are to be fetched."""
+
+    target: Source | NotHere
+    absent: list[str]
+    task: Task | None
+    composition: Composition
+
+
 def check(config: RunConfig) -> int:
     """Print it; 0 if it runs, 2 if it is refused. Loads no weights and fetches nothing."""
-    config.tracking.check()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
-    target, *drafts = [_opened(spec) for spec in (config.model, *draft_models(config.drafting))]
-    absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
-    task = _task(config.task)
-    composition = resolve(config, None if absent or isinstance(target, NotHere) else target, task)
+    look = _look(config, _opened, _task)
+    target, absent, task, composition = look.target, look.absent, look.task, look.composition
     to_fetch = absent + ([] if task else [f"{config.task.dataset} (by the datasets library, unless it has it)"])
 
     table = Table.grid(padding=(0, 2))
@@ -59,9 +74,46 @@ def check(config: RunConfig) -> int:
     for warning in [*composition.warnings, *filter(None, [unused_gpu()])]:
         print(f"warning: {warning}")
     if absent:
-        print("warning: what the files of the models decide is known once they are fetched")
+        print(f"warning: {_ABSENT}")
     print(composition)
     return 2 if composition.verdict == "refused" else 0
+
+
+def check_cells(cells: Sequence[Cell], configs: Sequence[RunConfig]) -> int:
+    """A line for each cell of a sweep, and what is warned of, once; 2 if any is refused."""
+    opened, loaded = cache(_opened), cache(_task)  # by cells that share them
+    width = max(len(cell.label) for cell in cells)
+    refused, warnings, absent = 0, dict[str, None](), dict[str, None]()
+    for cell, config in zip(cells, configs, strict=True):
+        try:
+            resolve_dtype(config.dtype, resolve_device(config.device))
+            look = _look(config, opened, loaded)
+            told, wrong = str(look.composition), look.composition.verdict == "refused"
+            warnings.update(dict.fromkeys(look.composition.warnings))
+            absent.update(dict.fromkeys(look.absent))
+        except UserError as error:
+            told, wrong = f"refused, because {error}", True
+        refused += wrong
+        print(f"{cell.label:{width}}  {told}")
+    for warning in warnings:
+        print(f"warning: {warning}")
+    if absent:
+        print(f"warning: to fetch: {'; '.join(absent)}; {_ABSENT}")
+    print(f"{len(cells)} cells, {refused} refused")
+    return 2 if refused else 0
+
+
+def _look(
+    config: RunConfig,
+    opened: Callable[[ModelSpec], Source | NotHere],
+    loaded: Callable[[TaskSettings], Task | None],
+) -> _Look:
+    config.tracking.check()
+    target, *drafts = [opened(spec) for spec in (config.model, *draft_models(config.drafting))]
+    absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
+    task = loaded(config.task)
+    known = None if absent or isinstance(target, NotHere) else target
+    return _Look(target, absent, task, resolve(config, known, task))
 
 
 def _opened(spec: ModelSpec) -> Source | NotHere:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..decoding import loop, reference
 from ..decoding.acceptance import Acceptance
-from ..decoding.draft import Drafter, DrafterSettings, Resources
+from ..decoding.draft import Drafter, DrafterSettings, Remembers, Resources
 from ..decoding.events import Generation
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
@@ -79,8 +79,17 @@ class Lab:
         """Plain decoding through the loop."""
         return loop.decode(self.target, requests, Nothing(), self.acceptance, seed=seed, **options)
 
+    def forget(self) -> None:
+        """What the drafter has learnt from earlier requests."""
+        if isinstance(self.drafter, Remembers):
+            self.drafter.forget()
+
     def text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return text_of(self.tokenizer, tokens)
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,10 @@ class Warm:
             decoder = load_decoder(source, dtype=dtype, device=device, progress=progress)
             self.loaded = (source.digest, dtype, device), decoder
         return self.loaded[1]
+
+    def forget(self) -> None:
+        """The target goes, as soon as nobody else has it."""
+        self.loaded = None
 
     def holds(self, source: Source, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether this target is in memory."""

@@ -98,6 +98,7 @@ class Sides:
                 seconds[kind] = min(spent, seconds.get(kind, spent))
             finish(self._lab.strategy(short, self._seed))
         self.baseline_kind = min(seconds, key=lambda kind: seconds[kind])
+        self._lab.forget()  # what was drafted here must not be known already when it is timed
         self._warm = True
 
     def baseline(self, requests: Sequence[Request]) -> list[Generation]:
@@ -211,7 +212,7 @@ def measure(
                 if sample.baseline.tokens != sample.plain:
                     out.warnings.append(f"{sample.id}: {out.baseline_kind} does not emit what the plain decoder emits")
             if hf is not None:
-                _ask_hf(hf, samples, unit, lab)
+                ask_hf(hf, samples, unit, lab.eos_ids)
             out.samples += samples
             if progress is not None:
                 progress(len(out.samples), total, _running(out))
@@ -300,11 +301,12 @@ def _divergence(lab: Lab, sample: Sample, requests: Sequence[Request], index: in
     return exactness.divergence(sample.id, sample.plain, sample.strategy.tokens, seen_at)
 
 
-def _ask_hf(hf: HfPeer, samples: Sequence[Sample], unit: int, lab: Lab) -> None:
+def ask_hf(hf: HfPeer, samples: Sequence[Sample], unit: int, eos_ids: Sequence[int]) -> None:
+    """transformers on the prompts of one batch, its modes in another order at each `unit`."""
     modes = list(hf.modes)
     for sample in samples:
         for mode in modes[unit % len(modes) :] + modes[: unit % len(modes)]:
-            sample.hf[mode] = hf.generate(mode, sample.prompt, sample.request.stop.limit, lab.eos_ids)
+            sample.hf[mode] = hf.generate(mode, sample.prompt, sample.request.stop.limit, eos_ids)
 
 
 def _running(out: Measurement) -> str:
