@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,18 +163,9 @@ def _dispatch(argv: Sequence[str]) -> int:
         from .sweep.sweep import sweep
 
         return sweep(words.job, cells, configs, words.overrides, words.config_dirs)
-    return _each(cells, configs, job.do)
+    from .check import check_cells
 
-
-def _each(cells: Sequence[Cell], configs: Sequence["RunConfig"], do: Callable[["RunConfig"], int]) -> int:
-    """One after the other, also after one that failed; the worst of their codes."""
-    codes = []
-    for number, (cell, config) in enumerate(zip(cells, configs, strict=True), 1):
-        print(f"[{number}/{len(cells)}] {cell.label}", flush=True)
-        codes.append(_in_one_line(partial(do, config)))
-        if codes[-1] == 130:
-            break
-    return max(codes)
+    return check_cells(cells, configs)
 
 
 def _run(config: "RunConfig") -> int:

@@ -147,3 +147,26 @@ def test_a_gpu_without_its_torch_is_a_warning(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "warning: torch is a CPU build" in text
     assert rows(text)["drafting"] == "Nothing: proposes nothing"
+
+
+def test_a_sweep_is_a_line_a_cell(target, tmp_path, capsys):
+    """What runs, what falls back and what is refused, without a weight; warnings stand below, once."""
+    other = save_folder(tmp_path / "other", tiny_model())
+    tokenizer = tiny_byte_tokenizer()
+    tokenizer.add_tokens(["<|other|>"])
+    tokenizer.save_pretrained(other)
+    pair = "{drafting: draft_model, drafting.proposal: sampled, drafting.model.path: '%s'}"
+    sweep = f"sweep=[{{drafting: [none, reference]}}, {pair % target}, {pair % other}, {pair % 'absent'}]"
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"prompt": "a b"}\n')
+    assert main([*BASE, f"model.path={target}", f"task.path={task}", sweep]) == 2
+    *lines, warning, count = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:2]] == ["drafting=none", "drafting=reference"]
+    told = [line.rpartition("  ")[2] for line in lines]
+    assert told[:2] == ["runs", "runs"]
+    assert told[2].startswith("runs, with this fallback: acceptance=greedy does not sample")
+    assert told[3].startswith("refused, because ")
+    assert "their tokenizers differ" in told[3]
+    assert told[4].startswith("refused, because ")
+    assert warning == "warning: no prompt of the task task has documents, from which this drafter copies"
+    assert count == "5 cells, 2 refused"

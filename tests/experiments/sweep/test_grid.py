@@ -121,13 +121,13 @@ def test_an_experiment_is_a_sweep(tmp_path: Path):
     assert len(expand(["experiment=one,two", "task.limit=2"], composer)) == 3 + 2
     assert expand(["experiment=one", "sweep=null", "drafting=none"], composer)[0].label == ""
     assert len(expand(["experiment=one", "sweep=[{seed: [1, 2]}]"], composer)) == 2
-    with pytest.raises(UserError, match="^sweep lists several runs, and here is one"):
+    with pytest.raises(UserError, match=r"^sweep lists several runs, and here is one"):
         compose(["experiment=one", "task.limit=1"], [tmp_path])
 
 
 def test_all_cells_are_composed_before_one_runs(composer: Composer):
     cells = expand(["drafting=none,prompt_lookup,draft_model", "drafting.min_ngram=1,x"], composer)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="none is run") as caught:
         composed(cells, composer)
     keys = "model, max_draft, proposal, temperature, confidence"
     assert str(caught.value) == (
@@ -159,7 +159,10 @@ FORM = "sweep is a list of mappings of overrides, [{drafting: none}, {seed: [0, 
         (["sweep={seed: 3}"], FORM),
         (["sweep=[none]"], f"{FORM}; got 'none'"),
         (["sweep=[{seed: []}]"], "sweep: seed has no values"),
-        (["sweep={a: [{seed: 1}], b: [{seed: 2}]}"], "sweep: seed has two values in one cell; a key belongs to one axis"),
+        (
+            ["sweep={a: [{seed: 1}], b: [{seed: 2}]}"],
+            "sweep: seed has two values in one cell; a key belongs to one axis",
+        ),
         (
             ["sweep=[{seed: [1, 2]}]", "seed=3"],
             "seed=3 is given, and the sweep has values of seed: leave one out, sweep=null for the other",
