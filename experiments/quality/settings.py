@@ -18,8 +18,10 @@ class TaskSpec:
     """A task of the user's own: a JSONL file, offline.
 
     `kind` null: as the rows say (`choices`: multiple_choice; a gold answer or tests: generate; `text` alone:
-    perplexity). `fields`: which field of a row is what, where their names differ from ours. `scorer`: a name, a mapping
-    with `name` and its keys, or the dotted path of a function of a trusted package. null elsewhere: as `quality` says.
+    perplexity). `fields`: ours to theirs, where the names of a row's fields differ. `prompt`: in place of the standard
+    one, with `{field}`, or as Jinja. `scorer`: a name, a mapping with `name` and its keys, or the dotted path of a
+    function of a trusted package; of a likelihood, the metric that counts. `shots_path`: a file of solved examples,
+    else they are other rows of the same. null elsewhere: as `quality` says, and as suits the rows.
     """
 
     path: str
@@ -34,10 +36,20 @@ class TaskSpec:
     max_new_tokens: int | None = None
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("path", "name", "shots_path", "prompt"):
+            if (text := getattr(self, name)) is not None and (not text.strip() or "\0" in text):
+                raise UserError(f"a task's {name}={text!r} names nothing: leave it out for none")
+        for name, least in (("shots", 0), ("max_new_tokens", 1), ("limit", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UserError(f"{name}={value} of the task {self.path}: at least {least}")
+        if self.stop is not None and "" in self.stop:
+            raise UserError(f"stop of the task {self.path} has an empty text, which would end every answer at once")
+
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings:
-    """`tasks`: names of lm-eval, or files. The other keys hold for each task that does not say otherwise."""
+    """`tasks`: names of lm-eval, or files (`my.jsonl` alone is one, too). The other keys hold for each task that does not say otherwise."""
 
     tasks: tuple[str | TaskSpec, ...] = ()
     include: tuple[str, ...] = ()
@@ -54,6 +66,8 @@ class QualitySettings:
     allow: tuple[Difference, ...] = ()
 
     def __post_init__(self) -> None:
+        files = (TaskSpec(t) if isinstance(t, str) and t.endswith(".jsonl") else t for t in self.tasks)
+        object.__setattr__(self, "tasks", tuple(files))
         if self.limit is not None and self.limit < 1:
             raise UserError(f"quality.limit={self.limit}: at least 1, or null for every item")
         if self.shots < 0:

@@ -1,0 +1,165 @@
+"""The tasks of a run: files of the user's own, and lm-eval's by name."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...decoding.errors import UserError
+from ..construct import did_you_mean
+from ..items import Row
+from ..tasks import read_rows
+from .questions import FIELDS, Metrics, Question, reading
+from .scorers import Scorer
+from .settings import Kind, QualitySettings, TaskSpec
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+
+KEY = "quality.tasks.path"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTask:
+    """A file of the user's as a task, and all that a run records of it: `task.own` of what `build_tasks` returns.
+
+    `questions`: the first `limit` rows. `pool`: where solved examples come from. `metrics`: (lm-eval's name of the
+    aggregation, whether higher is better) by name; a function may return more, of which means are taken. `main`: the
+    one that counts. `scorer`: null for likelihoods, whose main metric `scorer_text` names. `stop`, `max_new_tokens`:
+    null where nothing is generated.
+    """
+
+    name: str
+    kind: Kind
+    questions: tuple[Question, ...]
+    pool: tuple[Question, ...]
+    metrics: Metrics
+    main: str
+    scorer: Scorer | None
+    scorer_text: str
+    stop: tuple[str, ...] | None
+    max_new_tokens: int | None
+    shots: int
+    limit: int | None
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metrics[self.main][1]
+
+    @property
+    def isolation(self) -> str | None:
+        """How the network is kept from programs under test on this machine; null where none are."""
+        return getattr(self.scorer, "isolation", None)
+
+    def question(self, doc: Mapping[str, Any]) -> Question:
+        """Of a document as lm-eval hands it around."""
+        return self.questions[doc["number"]]
+
+    def examples(self, question: Question) -> list[Question]:
+        """The first `shots` of the pool, of the question's subject if the pool has that, without the question itself,
+        whichever file it stands in (lm-eval#4145)."""
+        subject = question.row.fields.get("subject")
+        related = [q for q in self.pool if subject is not None and q.row.fields.get("subject") == subject]
+        others = [q for q in related or self.pool if q.contexts != question.contexts][: self.shots]
+        if len(others) < self.shots:
+            where, of = question.row.where, f" of the subject {subject}" if related else ""
+            raise UserError(
+                f"{where}: shots={self.shots}, and there are {len(others)} other rows{of} to take; lower it"
+            )
+        for other in others:
+            if other.solved is None:
+                raise UserError(f"{other.row.where}: shots={self.shots}: the row has no answer to show; give it one")
+        return others
+
+
+def build_tasks(settings: QualitySettings, tokenizer: Any, trusted: tuple[str, ...]) -> dict[str, "Task"]:
+    """What lm-eval asks, by name, in the order given: files as `harness.FileTask`, which has `own`; else lm-eval's own.
+
+    A name is looked for in the folders of `quality.include` first; lm-eval's hundreds of tasks are read only for one
+    that is not there. What such a task says itself (`num_fewshot`, `max_gen_toks`) wins over `settings`.
+    """
+    if settings.chat and settings.template is None and not tokenizer.chat_template:
+        raise UserError(
+            "quality.chat=true, and the tokenizer has no chat template: give one with quality.template=FILE"
+        )
+    try:
+        from .harness import FileTask, named_tasks
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'") from error
+    named = named_tasks([task for task in settings.tasks if isinstance(task, str)], settings)
+    tasks: dict[str, Task] = {}
+    for task in settings.tasks:
+        if isinstance(task, str):
+            found = named[task]
+        else:
+            own = read_task(task, settings, trusted)
+            found = {own.name: FileTask(own)}
+        for name in found:
+            if name in tasks:
+                raise UserError(f"two tasks are called {name!r}: give one {{path: …, name: OTHER}}, or leave one out")
+        tasks |= found
+    return tasks
+
+
+def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...]) -> OwnTask:
+    """Every row is read and checked, whatever the limit: nothing is found wrong after a model was asked."""
+    shots = settings.shots if spec.shots is None else spec.shots
+    rows = _rows(spec.path, KEY, spec)
+    read = reading(rows, spec, shots, trusted)
+    asked = list(_identified(map(read.ask, rows), _name(spec)))
+    pool = asked if spec.shots_path is None else map(read.ask, _rows(spec.shots_path, "quality.tasks.shots_path", spec))
+    limit = settings.limit if spec.limit is None else spec.limit
+    generated, stop = read.kind == "generate", () if settings.chat else read.stop
+    tokens = settings.max_new_tokens if spec.max_new_tokens is None else spec.max_new_tokens
+    return OwnTask(
+        name=_name(spec),
+        kind=read.kind,
+        questions=tuple(asked[:limit]),
+        pool=tuple(pool),
+        metrics=read.metrics,
+        main=next(iter(read.metrics)),
+        scorer=read.scorer,
+        scorer_text=read.scorer_text,
+        stop=(stop if spec.stop is None else spec.stop) if generated else None,
+        max_new_tokens=tokens if generated else None,
+        shots=0 if read.kind == "perplexity" else shots,
+        limit=limit,
+    )
+
+
+def _rows(path: str, key: str, spec: TaskSpec) -> list[Row]:
+    """With our names beside the file's own."""
+    names = spec.fields or {}
+    for ours in names:
+        if ours not in FIELDS:
+            raise UserError(f"{spec.path}: fields.{ours} is unknown: {did_you_mean(ours, FIELDS)}{', '.join(FIELDS)}")
+    rows = []
+    for row in read_rows(Path(os.path.expanduser(path)), key):
+        for ours, theirs in names.items():
+            if theirs not in row.fields:
+                raise UserError(f"{row.where}: fields.{ours}={theirs}: the row has {', '.join(row.fields):.200}")
+        rows.append(Row({**row.fields, **{ours: row.fields[theirs] for ours, theirs in names.items()}}, row.where))
+    if not rows:
+        raise UserError(f"{key}={path!r} is empty; give it at least one row")
+    return rows
+
+
+def _identified(questions: Iterable[Question], name: str) -> Iterator[Question]:
+    """An id seen before gets the suffix `#2`, `#3`, …"""
+    seen: set[str] = set()
+    for number, question in enumerate(questions):
+        fields = question.row.fields
+        plain = str(next((fields[key] for key in ("id", "task_id") if fields.get(key) is not None), f"{name}/{number}"))
+        found, count = plain, 1
+        while found in seen:
+            count += 1
+            found = f"{plain}#{count}"
+        seen.add(found)
+        yield replace(question, id=found)
+
+
+def _name(spec: TaskSpec) -> str:
+    return spec.name or Path(spec.path).stem
