@@ -56,9 +56,10 @@ class RunConfig:
         if self.sweep is not None:
             raise UserError("sweep lists several runs, and here is one: give its alternative, and sweep=null")
         if self.tasks:  # one list, whichever name it came by
-            if self.quality.tasks not in ((), self.tasks):  # equal: this is a copy of such a configuration
+            quality = replace(self.quality, tasks=self.tasks)
+            if self.quality.tasks and quality != self.quality:  # equal: this is a copy of such a configuration
                 raise UserError("tasks and quality.tasks are the same list: give one of them")
-            object.__setattr__(self, "quality", replace(self.quality, tasks=self.tasks))
+            object.__setattr__(self, "quality", quality)
         if self.batch < 1:
             raise UserError(f"batch must be at least 1, got {self.batch}")
         cores = os.cpu_count() or 1
