@@ -134,7 +134,7 @@ def sign_flip(*strata: Stratum) -> float:
 
     weighted = np.concatenate([values / len(values) for values in strata])
     weighted = weighted[weighted != 0]  # a zero has no sign
-    if not len(weighted):
+    if len(weighted) < 2:
         return 1.0
     found = permutation_test(
         (weighted,),

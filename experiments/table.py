@@ -23,7 +23,7 @@ _STYLE = {"exact": "green", "near-tie": "yellow", "same law": "green", "lossy": 
 _JUDGED = {"worse": "bold red", "better": "green", "equivalent": "green", "undecided": "yellow"}
 _PHASES = ("draft", "verify", "accept", "commit", "other")
 _WIDEST = 24  # characters of a name in a table; 80 columns must do
-_NARROW = 18  # where the table has seven columns
+_NARROW = 18  # where the table has six columns
 _DIVERGENCES = 5  # shown
 
 
@@ -64,14 +64,13 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     """Quality against the reference run: what `quality.against` of a result holds."""
     differs = ", ".join(found["differs_in"]) or "nothing that is recorded"
     yield Text(f"against {found['reference']['folder']}, which differs in {differs}")
-    table = _table("task", "ref.", "run", "difference [95 %]", "flips", "p", "verdict")
+    table = _table("task", "ref.", "difference [95 %]", "flips", "p", "verdict")
     for name, task in found["tasks"].items():
         main = task["metrics"][task["main"]]
         digits = 2 if main["effect"] == "ratio" else 3
         table.add_row(
             Text(_short(name, _NARROW)),
             number(main["reference"], digits),
-            number(main["mine"], digits),
             _change(main),
             "" if main["n01"] is None else f"+{main['n01']} −{main['n10']}",
             f"{task['p_holm']:.3f}",
@@ -79,7 +78,7 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
         )
     if (all_ := found["combined"]) is not None:
         verdict = Text(all_["verdict"], style=_JUDGED[all_["verdict"]])
-        table.add_row(f"mean of {len(all_['tasks'])}", "", "", _change(all_), "", f"{all_['p']:.3f}", verdict)
+        table.add_row(f"mean of {len(all_['tasks'])}", "", _change(all_), "", f"{all_['p']:.3f}", verdict)
     yield table
     yield from map(Text, _remarks(found))
 
@@ -98,10 +97,8 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
         main = task["metrics"][task["main"]]
         if task["verdict"] == "undecided":
             least = main["detectable"]
-            reach = (
-                "too few to find any" if least is None else f"which find a difference of {least:.3f} in 4 of 5 tries"
-            )
-            yield f"{name}: {main['n']} items, {reach}; ε is {epsilon:g}"
+            finds = "are too few to find any" if least is None else f"find {least:.3f} in 4 of 5 tries"
+            yield f"{name}: ε is {epsilon:g}; of differences, {main['n']} items {finds}"
         if any(task["unpaired"].values()):
             here, there = task["unpaired"]["mine"], task["unpaired"]["reference"]
             yield f"{name}: {main['n']} items are in both; {here} are only in this run, {there} only in the reference"
@@ -113,8 +110,7 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     if found["interrupted"]["reference"]:
         yield "note: the reference was interrupted"
     changed = sum(task["metrics"][task["main"]]["changed"] for task in found["tasks"].values())
-    if changed:
-        yield f"{changed} items changed; flips.jsonl holds them, worst first. p is corrected for all tasks (Holm)"
+    yield f"items changed: {changed} (flips.jsonl, worst first); p is corrected for all tasks (Holm)"
 
 
 def _table(*columns: str) -> Table:

@@ -8,7 +8,7 @@ effect     value, 95 % interval                                   p
 ---------  -----------------------------------------------------  ------------------------------------------------
 0/1 score  difference of means, Tango's score interval            McNemar's, exact
 score      difference of means, paired bootstrap                  sign-flip permutation
-perplexity ratio, paired bootstrap over documents                 sign-flip permutation of log p
+perplexity ratio, paired bootstrap over documents                 sign-flip permutation of the logarithms
 
 Verdicts, at ε, for the task's main metric; a difference is signed so that above 0 this run is better:
   equivalent  the two one-sided tests (Schuirmann 1987) at 5 % hold: the 90 % interval lies strictly within ±ε; for
@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, expm1, isfinite, log, log1p
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -44,7 +45,6 @@ from ..statistics import (
     holm,
     macro_interval,
     mcnemar,
-    mean_interval,
     ratio_interval,
     score_interval,
     sign_flip,
@@ -132,20 +132,29 @@ def read_quality(folder: Path) -> RunQuality:
     try:
         of = {key: result[key] for key in ("key", "quality", "config", "digests", "provenance")}
         run = RunQuality(folder, **of, rows=read_rows(items))
-        expected = {name: (task["n"], task["main"]) for name, task in run.quality["tasks"].items()}
+        itemgetter("backend", "interrupted")(run.quality)
+        itemgetter("_target_")(run.config["acceptance"])
+        for name, task in run.quality["tasks"].items():
+            itemgetter("measures", "higher_is_better", "repeats", "digest", "settings")(task)
+            _check_whole(run, name, task["kind"], task["main"], task["n"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not as this version writes it ({error}); run it again") from None
-    for name, (n, main) in expected.items():
-        found = _items(run, name)
-        if len(found) != n:
-            raise UserError(f"{items} holds {len(found)} of {n} items of {name}; run it again")
-        if lacking := [row["id"] for rows in found.values() for row in rows if main not in row["scores"]]:
-            raise UserError(f"{items}: item {lacking[0]} of {name} has no {main}; run it again")
+        raise UserError(f"{folder} is not as this version writes a run ({error!r}); run it again") from None
     return run
 
 
+def _check_whole(run: RunQuality, task: str, kind: str, main: str, n: int) -> None:
+    file, items = run.folder / "quality.jsonl", _items(run, task)
+    if len(items) != n:
+        raise UserError(f"{file} holds {len(items)} of {n} items of {task}; run it again")
+    for rows in items.values():
+        for row in rows:
+            score = row["scores"].get(main)
+            if score is None or (_is_ratio(kind, main) and score <= 0):
+                raise UserError(f"{file}: {main} of item {row['id']} of {task} is {score}, which cannot be compared")
+
+
 def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """The lines of a quality.jsonl, each with a finite number for every score."""
+    """The lines of a quality.jsonl. A score is a finite number, or null where it has no value."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -154,14 +163,14 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
     for i, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path} is broken in line {i} of {len(lines)}; run it again") from None
         if not isinstance(row, dict) or (missing := [key for key in _REQUIRED if key not in row]):
             lacks = f"has no {missing[0]}" if isinstance(row, dict) else "is no object"
             raise UserError(f"{path}: line {i} {lacks}; run it again")
         for metric, score in row["scores"].items():
-            if not isinstance(score, int | float) or not isfinite(score):
-                raise UserError(f"{path}: {metric} of item {row['id']} is {score}, which cannot be compared")
+            if score is not None and (not isinstance(score, int | float) or not isfinite(score)):
+                raise UserError(f"{path}: {metric} of item {row['id']} is {score}, no number; run it again")
         rows.append(row)
     return rows
 
@@ -185,12 +194,16 @@ def refuse(mine: RunQuality, reference: RunQuality, allow: Collection[str]) -> l
 
 def _told(d: Departure, tasks: int) -> str:
     where = "" if len(d.tasks) == tasks else f" of {', '.join(d.tasks)}"
-    return f"{d.what}{where} is {_short(d.mine)} here, {_short(d.reference)} there"
+    here, there = (" ".join(json.dumps(value, ensure_ascii=False).split()) for value in (d.mine, d.reference))
+    start = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+    return f"{d.what}{where} is {_excerpt(here, start)} here, {_excerpt(there, start)} there"
 
 
-def _short(value: Any) -> str:
-    text = " ".join(str(json.dumps(value, ensure_ascii=False)).split())
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+def _excerpt(text: str, around: int) -> str:
+    """What is shown of a long value: its beginning, or where it begins to differ."""
+    start = max(0, around - _SHOWN // 4) if len(text) > _SHOWN else 0
+    shown = text[start : start + _SHOWN]
+    return f"{'…' if start else ''}{shown}{'…' if start + _SHOWN < len(text) else ''}"
 
 
 def _common(mine: RunQuality, reference: RunQuality) -> list[str]:
@@ -208,9 +221,9 @@ def _differences(mine: RunQuality, reference: RunQuality, common: Sequence[str])
     found: dict[str, tuple[str, str, Any, Any, list[str]]] = {}
 
     def note(task: str, key: str, what: str, here: Any, there: Any) -> None:
-        if here != there:
-            same = json.dumps([what, here, there], sort_keys=True, default=str)
-            found.setdefault(same, (key, what, here, there, []))[-1].append(task)
+        first, second = (json.dumps(value, sort_keys=True) for value in (here, there))  # a list is a tuple
+        if first != second:
+            found.setdefault(f"{what} {first} {second}", (key, what, here, there, []))[-1].append(task)
 
     for name in common:
         here, there = mine.quality["tasks"][name], reference.quality["tasks"][name]
@@ -223,9 +236,9 @@ def _differences(mine: RunQuality, reference: RunQuality, common: Sequence[str])
         if decodes:
             note(name, "counting", "repeats", here["repeats"], there["repeats"])
             note(name, "counting", "thinking", _thinking(mine), _thinking(reference))
-            rules = [run.config.get("acceptance") for run in (mine, reference)]
+            rules = _rules(mine, reference)
             note(name, "acceptance", "acceptance", *rules)
-            if not all("Greedy" in str(rule) for rule in rules):
+            if any(rule.partition("(")[0] != "Greedy" for rule in rules):
                 note(name, "seed", "seed", mine.config.get("seed"), reference.config.get("seed"))
     for name in common:
         if not any(key == "template" and name in tasks for key, *_, tasks in found.values()):
@@ -236,25 +249,30 @@ def _differences(mine: RunQuality, reference: RunQuality, common: Sequence[str])
     return (Departure(key, what, here, there, tuple(tasks)) for key, what, here, there, tasks in found.values())
 
 
+def _rules(*runs: RunQuality) -> list[str]:
+    """The acceptance rules by name, with the keys that are not the same in both."""
+    keys = [dict(run.config["acceptance"]) for run in runs]
+    names = [str(rule.pop("_target_")).rpartition(".")[2] for rule in keys]
+    first, second = keys
+    differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    own = [", ".join(f"{key}={value}" for key, value in rule.items() if key in differing) for rule in keys]
+    return [f"{name}({rule})" if rule else name for name, rule in zip(names, own, strict=True)]
+
+
 def _thinking(run: RunQuality) -> Any:
     return (run.config.get("quality") or {}).get("thinking")
 
 
 def _items(run: RunQuality, task: str) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """The rows of each item, by its document's hash; of equal documents, by which of them it is."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    """The rows of each item, a repeat each, by its document's hash; of equal documents, by which of them it is."""
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    copies: Counter[tuple[str, int]] = Counter()
     for row in run.rows:
         if row["task"] == task:
-            found.setdefault((row["doc_hash"], json.dumps(row["id"])), []).append(row)
-    out: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    alike: Counter[str] = Counter()
-    for (document, _), rows in found.items():
-        repeats = [row["repeat"] for row in rows]
-        if len(set(repeats)) < len(repeats):
-            raise UserError(f"{run.folder / 'quality.jsonl'} holds item {rows[0]['id']} of {task} twice; run it again")
-        out[document, alike[document]] = rows
-        alike[document] += 1
-    return out
+            same = row["doc_hash"], row["repeat"]
+            found.setdefault((row["doc_hash"], copies[same]), []).append(row)
+            copies[same] += 1
+    return found
 
 
 def _pairs(mine: RunQuality, reference: RunQuality, task: str) -> list[_Pair]:
@@ -324,10 +342,7 @@ def _task(mine: RunQuality, reference: RunQuality, name: str, epsilon: float) ->
             groups.setdefault(category, []).append(pair)
     by_category = {category: _effect(some, about["main"], about["kind"]) for category, some in groups.items()}
     return {
-        "kind": about["kind"],
-        "measures": about["measures"],
-        "main": about["main"],
-        "higher_is_better": about["higher_is_better"],
+        **{key: about[key] for key in ("kind", "measures", "main", "higher_is_better")},
         "n": len(pairs),
         "unpaired": {
             side: len(_items(run, name)) - len(pairs) for side, run in (("mine", mine), ("reference", reference))
@@ -338,9 +353,13 @@ def _task(mine: RunQuality, reference: RunQuality, name: str, epsilon: float) ->
 
 
 def _metrics(pairs: Sequence[_Pair]) -> list[str]:
-    """What every item of both was scored by. Metrics of a whole corpus are not among them."""
+    """What every item of both has a number for. Metrics of a whole corpus are not among them."""
     rows = [row["scores"] for pair in pairs for row in (*pair.mine, *pair.reference)]
-    return [metric for metric in rows[0] if all(metric in scores for scores in rows)]
+    return [metric for metric in rows[0] if all(scores.get(metric) is not None for scores in rows)]
+
+
+def _is_ratio(kind: str, metric: str) -> bool:
+    return kind == "perplexity" and metric.partition(",")[0].endswith("perplexity")
 
 
 def _columns(pairs: Sequence[_Pair], metric: str) -> tuple[Column, Column]:
@@ -353,43 +372,50 @@ def _columns(pairs: Sequence[_Pair], metric: str) -> tuple[Column, Column]:
 
 
 def _effect(pairs: Sequence[_Pair], metric: str, kind: str) -> dict[str, Any]:
+    """What tells apart a difference and chance. `n01`, `n10`: pairs in which the reference scored 0 and this run 1, and
+    the other way round; null where scores are not 0 or 1.
+
+    A document's perplexity counts by its words or bytes, so that the ratio is that of the whole texts' perplexities.
+    """
     here, there = _columns(pairs, metric)
-    if kind == "perplexity" and metric.endswith("perplexity"):
-        return _ratio(here, there, np.array([pair.mine[0].get("weights", {}).get(metric, 1) for pair in pairs]))
-    return _difference(here, there)
-
-
-def _difference(here: Column, there: Column) -> dict[str, Any]:
-    """Of scores, with what tells apart its value and chance. `n01`, `n10`: pairs in which the reference scored 0 and
-    this run 1, and the other way round; null where scores are not 0 or 1."""
-    n, changes = len(here), here - there
+    weights = np.array([pair.mine[0].get("weights", {}).get(metric, 1) for pair in pairs])
+    n, ratio = len(pairs), _is_ratio(kind, metric)
+    if ratio:
+        here, there = np.log(here), np.log(there)
+    changes = here - there
     n01, n10 = int((changes > 0).sum()), int((changes < 0).sum())
-    if np.isin([here, there], (0, 1)).all():
+    binary = not ratio and bool(np.isin([here, there], (0, 1)).all())
+    if binary:
         interval, bounds = (score_interval(n10, n01, n, level) for level in (0.95, 0.90))
-        flips, test, p = (n01, n10), "McNemar", mcnemar(n10, n01)
-        detectable = detectable_flips(n, n01 + n10)
+        p, detectable = mcnemar(n10, n01), detectable_flips(n, n01 + n10)
     else:
-        interval = mean_interval(changes)
-        bounds = _widened(mean_interval(changes, 0.90), _least(here, there, 0.90))
-        if not changes.any():
-            interval = _widened(interval, _least(here, there, 0.95))
-        flips, test, p = (None, None), "sign flip", sign_flip(changes)
-        detectable = detectable_mean(changes) or detectable_flips(n, 0)
+        interval, bounds = (ratio_interval(weights * changes, weights, level) for level in (0.95, 0.90))
+        p = sign_flip(weights * changes)
+        detectable = detectable_mean(weights * (changes - (weights @ changes) / weights.sum()) / weights.mean())
+        if not ratio:
+            bounds = _widened(bounds, _least(here, there, 0.90))
+            detectable = detectable or detectable_flips(n, 0)
+            if not changes.any():
+                interval = _widened(interval, _least(here, there, 0.95))
+
+    def told(value: float | None) -> float | None:
+        return exp(value) if ratio and value is not None else value
+
     return {
-        "effect": "difference",
-        "value": interval.value,
-        "low": interval.low,
-        "high": interval.high,
+        "effect": "ratio" if ratio else "difference",
+        "value": told(interval.value),
+        "low": told(interval.low),
+        "high": told(interval.high),
         "n": n,
-        "mine": float(here.mean()),
-        "reference": float(there.mean()),
-        "bounds": [bounds.low, bounds.high],
+        "mine": told(float(weights @ here / weights.sum())),
+        "reference": told(float(weights @ there / weights.sum())),
+        "bounds": [told(bounds.low), told(bounds.high)],
         "changed": n01 + n10,
-        "n01": flips[0],
-        "n10": flips[1],
-        "test": test,
+        "n01": n01 if binary else None,
+        "n10": n10 if binary else None,
+        "test": "McNemar" if binary else "sign flip",
         "p": p,
-        "detectable": detectable,
+        "detectable": expm1(detectable) if ratio and detectable is not None else detectable,
     }
 
 
@@ -403,31 +429,6 @@ def _widened(interval: Interval, least: float) -> Interval:
         return interval
     low, high = min(interval.low, interval.value - least), max(interval.high, interval.value + least)
     return Interval(interval.value, low, high, interval.n)
-
-
-def _ratio(here: Column, there: Column, weights: Column) -> dict[str, Any]:
-    """Of perplexities. A document counts by its words or bytes: the ratio is that of the whole texts' perplexities."""
-    logs = np.log(here) - np.log(there)
-    interval, bounds = (ratio_interval(weights * logs, weights, level) for level in (0.95, 0.90))
-    value = 0.0 if interval.value is None else interval.value
-    detectable = detectable_mean(weights * (logs - value) / weights.mean())
-    mine, reference = (float(np.exp(weights @ np.log(side) / weights.sum())) for side in (here, there))
-    return {
-        "effect": "ratio",
-        "value": exp(value),
-        "low": None if interval.low is None else exp(interval.low),
-        "high": None if interval.high is None else exp(interval.high),
-        "n": len(logs),
-        "mine": mine,
-        "reference": reference,
-        "bounds": [None if bound is None else exp(bound) for bound in (bounds.low, bounds.high)],
-        "changed": int((logs != 0).sum()),
-        "n01": None,
-        "n10": None,
-        "test": "sign flip",
-        "p": sign_flip(weights * logs),
-        "detectable": None if detectable is None else expm1(detectable),
-    }
 
 
 def _verdict(effect: Mapping[str, Any], p: float, epsilon: float, higher_is_better: bool) -> Verdict:
@@ -485,8 +486,8 @@ def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:
         metric = about["main"]
         pairs = _pairs(mine, reference, name)
         for pair, here, there in zip(pairs, *_columns(pairs, metric), strict=True):
-            ratio = about["kind"] == "perplexity" and metric.endswith("perplexity")
-            gain = (log(here / there) if ratio else here - there) * (1 if about["higher_is_better"] else -1)
+            change = log(here / there) if _is_ratio(about["kind"], metric) else here - there
+            gain = change if about["higher_is_better"] else -change
             if gain:
                 row = pair.mine[0]
                 out.append(

@@ -189,6 +189,7 @@ def test_sign_flips_are_all_enumerated_for_few_differences():
     means = np.abs((signs * changes).mean(1))
     assert sign_flip(changes) == pytest.approx((means >= abs(changes.mean()) - 1e-12).mean())
     assert sign_flip(np.zeros(9)) == 1.0
+    assert sign_flip(np.array([0.0, 0.3])) == 1.0  # either sign, alike
 
 
 def test_sign_flips_of_strata_weigh_tasks_alike():
