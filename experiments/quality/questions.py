@@ -16,8 +16,9 @@ KINDS = (
     "prompt, entry_point and test, text and test_list: generate; text: perplexity"
 )
 FIELDS = (
-    "id", "category", "subject", "question", "passage", "choices", "answer", "aliases", "solution", "relation", "context",
-    "target", "text", "prompt", "entry_point", "canonical_solution", "test", "test_list", "test_setup_code", "code",
+    "id", "category", "subject", "question", "passage", "choices", "answer", "aliases", "solution", "relation",
+    "context", "target", "text", "prompt", "entry_point", "canonical_solution", "test", "test_list", "test_setup_code",
+    "code",
 )  # fmt: skip
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DELIMITER = "\n\n"  # between solved examples
@@ -148,7 +149,7 @@ def _chosen(row: Row) -> Question:
 
 
 def _lettered(row: Row) -> Question:
-    """The choices with letters, one of which is to follow, under a line that names the subject: as lm-eval puts MMLU."""
+    """The choices with letters, one of which is to follow, under a line with the subject: as lm-eval puts MMLU."""
     choices, gold = _choices(row)
     asked = SUBJECT.format(_need(row, "subject").replace("_", " ")) + _options(row, choices)
     return _question(row, asked, tuple(f" {letter}" for letter in LETTERS[: len(choices)]), choices, gold)
@@ -361,22 +362,24 @@ def _renderer(template: str) -> Prompt:
     try:
         compiled = environment.from_string(template)
     except TemplateError as error:
-        raise UserError(f"prompt={template!r:.60} is no Jinja template: {error}") from error
+        raise UserError(f"prompt={template!r:.60} is no Jinja template: {_line(error)}") from error
 
     def render(row: Row) -> str:
         try:
             text: str = compiled.render(dict(row.fields))
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:  # a program of its own
-            raise UserError(f"{row.where}: prompt={template!r:.60} cannot be filled in: {error}") from error
+            raise UserError(f"{row.where}: prompt={template!r:.60} cannot be filled in: {_line(error)}") from error
         return row.checked(text, "the prompt")
 
     return render
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
 def _inserted(row: Row, name: str) -> str:
     if not row.has(name):
-        raise UserError(
-            f"{row.where}: prompt names the field {name}, which the row has not ({', '.join(row.fields):.200})"
-        )
+        raise UserError(f"{row.where}: prompt names the field {name}; the row has {', '.join(row.fields):.200}")
     value = row.fields[name]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

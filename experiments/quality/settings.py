@@ -49,7 +49,8 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings:
-    """`tasks`: names of lm-eval, or files (`my.jsonl` alone is one, too). The other keys hold for each task that does not say otherwise."""
+    """`tasks`: names of lm-eval, or files (`my.jsonl` alone is one, too). The other keys hold for each task that does
+    not say otherwise."""
 
     tasks: tuple[str | TaskSpec, ...] = ()
     include: tuple[str, ...] = ()

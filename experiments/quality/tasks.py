@@ -1,8 +1,11 @@
 """The tasks of a run: files of the user's own, and lm-eval's by name."""
 
+import hashlib
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,7 @@ from ..construct import did_you_mean
 from ..items import Row
 from ..tasks import read_rows
 from .questions import FIELDS, Metrics, Question, reading
-from .scorers import Scorer
+from .scorers import Function, Scorer
 from .settings import Kind, QualitySettings, TaskSpec
 
 if TYPE_CHECKING:
@@ -27,7 +30,8 @@ class OwnTask:
     `questions`: the first `limit` rows. `pool`: where solved examples come from. `metrics`: (lm-eval's name of the
     aggregation, whether higher is better) by name; a function may return more, of which means are taken. `main`: the
     one that counts. `scorer`: null for likelihoods, whose main metric `scorer_text` names. `stop`, `max_new_tokens`:
-    null where nothing is generated.
+    null where nothing is generated. `digest`: of the file, the few-shot file, how rows are read and the scorer, with
+    the file that a function is in; neither of the number of shots nor of the limit.
     """
 
     name: str
@@ -42,6 +46,7 @@ class OwnTask:
     max_new_tokens: int | None
     shots: int
     limit: int | None
+    digest: str
 
     @property
     def higher_is_better(self) -> bool:
@@ -59,14 +64,14 @@ class OwnTask:
     def examples(self, question: Question) -> list[Question]:
         """The first `shots` of the pool, of the question's subject if the pool has that, without the question itself,
         whichever file it stands in (lm-eval#4145)."""
+        if not self.shots:
+            return []
         subject = question.row.fields.get("subject")
         related = [q for q in self.pool if subject is not None and q.row.fields.get("subject") == subject]
-        others = [q for q in related or self.pool if q.contexts != question.contexts][: self.shots]
+        others = list(islice((q for q in related or self.pool if q.contexts != question.contexts), self.shots))
         if len(others) < self.shots:
-            where, of = question.row.where, f" of the subject {subject}" if related else ""
-            raise UserError(
-                f"{where}: shots={self.shots}, and there are {len(others)} other rows{of} to take; lower it"
-            )
+            found = f"{len(others)} other rows{f' of the subject {subject}' if related else ''}"
+            raise UserError(f"{question.row.where}: shots={self.shots}, and there are {found} to take; lower it")
         for other in others:
             if other.solved is None:
                 raise UserError(f"{other.row.where}: shots={self.shots}: the row has no answer to show; give it one")
@@ -104,6 +109,20 @@ def build_tasks(settings: QualitySettings, tokenizer: Any, trusted: tuple[str, .
     return tasks
 
 
+def task_digests(settings: QualitySettings, trusted: tuple[str, ...]) -> dict[str, str]:
+    """What each task is, read without lm-eval: of a file `OwnTask.digest`; of a name, with all that the included
+    folders hold."""
+    held = [part for folder in settings.include for part in _contents(Path(folder).expanduser())]
+    digests = {}
+    for task in settings.tasks:
+        if isinstance(task, str):
+            digests[task] = _sha(task, *held)
+        else:
+            own = read_task(task, settings, trusted)
+            digests[own.name] = own.digest
+    return digests
+
+
 def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...]) -> OwnTask:
     """Every row is read and checked, whatever the limit: nothing is found wrong after a model was asked."""
     shots = settings.shots if spec.shots is None else spec.shots
@@ -127,6 +146,7 @@ def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...
         max_new_tokens=tokens if generated else None,
         shots=0 if read.kind == "perplexity" else shots,
         limit=limit,
+        digest=_digest(spec, read.scorer),
     )
 
 
@@ -163,3 +183,25 @@ def _identified(questions: Iterable[Question], name: str) -> Iterator[Question]:
 
 def _name(spec: TaskSpec) -> str:
     return spec.name or Path(spec.path).stem
+
+
+def _digest(spec: TaskSpec, scorer: Scorer | None) -> str:
+    read = [str(spec.kind), str(spec.prompt), str(sorted((spec.fields or {}).items())), str(spec.scorer)]
+    files = [Path(path).expanduser().read_bytes() for path in (spec.path, spec.shots_path) if path is not None]
+    source = inspect.getsourcefile(inspect.unwrap(scorer.function)) if isinstance(scorer, Function) else None
+    return _sha(*read, *files, b"" if source is None else Path(source).read_bytes())
+
+
+def _contents(folder: Path) -> Iterator[str | bytes]:
+    """Names and contents of all files; what Python keeps beside its sources is none of them."""
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            yield from (str(file.relative_to(folder)), file.read_bytes())
+
+
+def _sha(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()
