@@ -129,39 +129,53 @@ def test_config_dir_adds_options(runs, tmp_path):
     assert runs.configs[0].drafting == Nothing()
 
 
-def test_a_sweep_goes_on_after_a_failure(runs, capsys):
-    runs.does = [ValueError("a bug"), UserError("no"), 1]
-    assert main(["run", "-m", "drafting=none", "seed=1,2,3,4"]) == 1
-    told = capsys.readouterr()
-    assert [config.seed for config in runs.configs] == [1, 2, 3, 4]
-    assert [line for line in told.out.splitlines() if "seed" in line] == [
-        "[1/4] seed=1", "[2/4] seed=2", "[3/4] seed=3", "[4/4] seed=4",
-        "failed      seed=1", "error       seed=2", "failed      seed=3", "done        seed=4",
-    ]  # fmt: skip
-    assert "ValueError: a bug" in told.err
-    assert "decodelab: error: no" in told.err
-    assert main(["run", "-m", "drafting=none", "seed=1,2"]) == 0
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What each sweep was asked; none is run."""
+    asked: list[tuple] = []
+    monkeypatch.setattr("decodelab.experiments.sweep.sweep.sweep", lambda *words: asked.append(words) or 1)
+    return asked
 
 
-def test_keys_of_one_option_fail_in_the_cells_of_another_alone(runs, capsys):
-    """hydra#2888: Hydra refuses such a sweep as a whole."""
-    assert main(["run", "-m", "drafting=none,draft_model", "drafting.max_draft=8"]) == 1
-    assert [config.drafting.max_draft for config in runs.configs] == [8]
-    assert "drafting.max_draft is unknown: drafting has no keys" in capsys.readouterr().err
+def test_a_sweep_gets_its_cells(runs, swept, tmp_path):
+    words = ("-m", "drafting=none", "seed=1,2", "--config-dir", str(tmp_path))
+    assert main(["run", *words]) == 1
+    (job, cells, configs, overrides, folders) = swept[0]
+    assert (job, [cell.label for cell in cells], [config.seed for config in configs]) == (
+        "run",
+        ["seed=1", "seed=2"],
+        [1, 2],
+    )
+    assert (overrides, folders) == (("drafting=none", "seed=1,2"), (tmp_path,))
+    assert main(["evaluate", "-m", "drafting=none"]) == 1  # a sweep of one cell
+    assert (swept[1][0], len(swept[1][1])) == ("evaluate", 1)
+    assert main(["run", "sweep=[{seed: [1, 2, 3]}]"]) == 1  # it needs no -m
+    assert len(swept[2][1]) == 3
+    assert main(["run", "sweep=[{seed: 4}]"]) == 0
+    assert [config.seed for config in runs.configs] == [4]
 
 
-def test_an_interrupt_ends_a_sweep(runs, capsys):
-    runs.does = [0, KeyboardInterrupt()]
-    assert main(["run", "-m", "drafting=none", "seed=1,2,3"]) == 130
-    assert capsys.readouterr().out.splitlines()[-2:] == ["done        seed=1", "interrupted seed=2"]
+def test_a_sweep_with_a_wrong_cell_does_not_start(runs, swept, fails):
+    """hydra#2888: a key of one option, given to another, is refused by name and with what has it."""
+    code, line = fails("run", "-m", "drafting=none,draft_model", "drafting.proposal=sampled")
+    assert (code, swept) == (2, [])
+    assert line == (
+        "1 of 2 cells are wrong, none is run: drafting=none: drafting.proposal is unknown: drafting has no keys; "
+        "it is a key of drafting=draft_model; a key goes with its option in 'sweep=[{GROUP: OPTION, GROUP.KEY: VALUE}, …]'"
+    )
 
 
-def test_the_cells_of_a_sweep_do_not_write_over_each_other(runs):
-    assert main(["run", "-m", "drafting=none", "output=out", "seed=1,2", "task.path=a/b,c"]) == 0
-    folders = [Path(config.output) for config in runs.configs]
-    assert folders[0] == Path("out/seed=1,task.path=a_b")
-    assert len(set(folders)) == 4
-    assert [config.resolved["output"] for config in runs.configs] == [str(folder) for folder in folders]
+def test_cfg_of_a_sweep_prints_what_cells_share_and_each_cell_s_own(swept, capsys):
+    assert (
+        main(["run", "--cfg", "job", "sweep=[{drafting: none}, {drafting: prompt_lookup, drafting.max_draft: 4}]"]) == 0
+    )
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert swept == []
+    assert shown["model"] == compose([]).resolved["model"]
+    assert list(shown["cells"]) == ["drafting=none", "drafting=prompt_lookup max_draft=4"]
+    assert shown["cells"]["drafting=none"] == {"drafting": compose(["drafting=none"]).resolved["drafting"]}
+    assert shown["cells"]["drafting=prompt_lookup max_draft=4"]["drafting"]["max_draft"] == 4
+    assert "drafting" not in shown
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["run", "--help"], ["-h", "check"]])
@@ -197,11 +211,11 @@ def test_help_follows_the_chosen_options(capsys):
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_compose(example, runs, tmp_path, monkeypatch):
+def test_examples_compose(example, runs, swept, monkeypatch):
     monkeypatch.setattr("decodelab.experiments.check.check", runs)
     words = shlex.split(example.split("   ")[0].split("  ")[0])[1:]
-    assert main(words) == 0
-    assert runs.configs
+    main(words)
+    assert runs.configs or swept
 
 
 def test_version(capsys):
