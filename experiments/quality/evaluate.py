@@ -1,6 +1,7 @@
 """Quality of a run: lm-eval's tasks on the decoding path, item by item."""
 
 import hashlib
+import inspect
 import json
 import logging
 import sys
@@ -8,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from logging.handlers import QueueHandler
 from math import exp, isfinite, log
@@ -26,10 +27,12 @@ from ..config import RunConfig
 from ..files import write_atomic
 from ..lab import Lab, Progress
 from ..statistics import Interval, mean_interval, ratio_interval, share_interval
-from ..tasks import read_template
+from ..tasks import read_file, read_template
 from .against import RunQuality, compare_and_write, read_quality, refuse
 from .answers import Answer, Answers
+from .scorers import Function, build_scorer
 from .settings import TaskSpec
+from .tasks import build_tasks
 
 if TYPE_CHECKING:  # a second that commands without quality do not pay
     from lm_eval.api.task import Task
@@ -63,38 +66,29 @@ def quality_digest(config: RunConfig) -> str | None:
     settings = config.quality
     if not settings.tasks:
         return None
-    if find_spec("lm_eval") is None:
-        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'")
-    from lm_eval import __version__
-
-    digest = hashlib.sha256(__version__.encode())
-    for task in settings.tasks:
-        digest.update(repr(task).encode())
-        if isinstance(task, TaskSpec):
-            digest.update(_spec_digest(task, config.trusted).encode())
-    for folder in settings.include:
-        for file in sorted(file for file in Path(folder).expanduser().rglob("*") if file.is_file()):
-            if "__pycache__" not in file.parts:
-                digest.update(str(file.relative_to(Path(folder).expanduser())).encode() + file.read_bytes())
-    digest.update((read_template(settings.template, "quality.template") or "").encode())
-    return digest.hexdigest()
+    template = read_template(settings.template, "quality.template")
+    digests = [_spec_digest(t, config.trusted) if isinstance(t, TaskSpec) else t for t in settings.tasks]
+    files = [
+        (str(file.relative_to(folder)), hashlib.sha256(file.read_bytes()).hexdigest())
+        for folder in (Path(folder).expanduser() for folder in settings.include)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts
+    ]
+    return hashlib.sha256(json.dumps([_backend(), template, digests, files]).encode()).hexdigest()
 
 
-def _spec_digest(task: TaskSpec, trusted: Sequence[str]) -> str:
-    """Of what makes an own task's items and scores. How many of them are asked, and how, is apart."""
-    digest = hashlib.sha256(repr((task.kind, task.fields, task.scorer, task.prompt)).encode())
+def _spec_digest(task: TaskSpec, trusted: tuple[str, ...]) -> str:
+    """Of a task's file and of how it is read and scored; which items are asked, and how, is apart."""
+    digest = hashlib.sha256(repr((task.kind, task.prompt, task.fields, task.scorer)).encode())
     for key, path in (("path", task.path), ("shots_path", task.shots_path)):
         if path is not None:
-            try:
-                digest.update(Path(path).expanduser().read_bytes())
-            except OSError as error:
-                raise UserError(f"tasks {key}={path!r} cannot be read: {error.strerror}") from error
-    name = task.scorer.get("name") if isinstance(task.scorer, Mapping) else task.scorer
-    module = str(name).rpartition(".")[0]
-    if module and module.partition(".")[0] in trusted:  # a function of the user's own
-        found = find_spec(module)
-        if found is not None and found.origin:
-            digest.update(Path(found.origin).read_bytes())
+            digest.update(read_file(Path(path), f"quality.tasks.{key}"))
+    if task.scorer is not None:
+        name = task.scorer if isinstance(task.scorer, str) else str(task.scorer.get("name"))
+        if "." in name:
+            scorer = build_scorer(task.scorer, trusted)
+            file = inspect.getsourcefile(inspect.unwrap(scorer.function)) if isinstance(scorer, Function) else None
+            digest.update(b"" if file is None else Path(file).read_bytes())
     return digest.hexdigest()
 
 
@@ -106,7 +100,6 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
             raise UserError(f"against={config.against} compares quality: name quality.tasks")
         return None
     from .lm import limits
-    from .tasks import build_tasks
 
     if settings.repeats > 1 and not config.acceptance.law().sample:
         raise UserError(
@@ -119,12 +112,12 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
         )
     reference = None if config.against is None else read_quality(Path(config.against).expanduser())
     tasks = build_tasks(settings, source.tokenizer, config.trusted)
-    specs = {task.name or Path(task.path).stem: task for task in settings.tasks if isinstance(task, TaskSpec)}
     context = ModelConfig.from_hf(source.config).max_positions
+    specs = {t.name or Path(t.path).stem: t for t in settings.tasks if isinstance(t, TaskSpec)}
     effective = (template or str(source.tokenizer.chat_template)) if settings.chat else None
     about = {}
     for name, task in tasks.items():
-        spec, generates = specs.get(name), task.OUTPUT_TYPE == "generate_until"
+        own, generates = getattr(task, "own", None), task.OUTPUT_TYPE == "generate_until"
         longest, stop = (
             limits(task.config.generation_kwargs or {}, settings.max_new_tokens) if generates else (None, ())
         )
@@ -133,24 +126,26 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
                 f"{name}: an answer of {longest} tokens and its prompt do not fit the context of {context}; lower "
                 "max_new_tokens"
             )
-        main = main_metric(task)
+        main = main_metric(task) if own is None else own.main
+        better = task.higher_is_better().get(main.partition(",")[0], True) if own is None else own.higher_is_better
         about[name] = {
-            "kind": KINDS[task.OUTPUT_TYPE],
+            "kind": KINDS[task.OUTPUT_TYPE] if own is None else own.kind,
             "measures": "decoding" if generates else "model only",
             "main": main,
-            "higher_is_better": bool(task.higher_is_better().get(main.partition(",")[0], True)),
+            "higher_is_better": bool(better),
             "repeats": settings.repeats if generates else 1,
-            "digest": _task_digest(task) if spec is None else _spec_digest(spec, config.trusted),
+            "digest": _task_digest(task) if own is None else _spec_digest(specs[name], config.trusted),
             "settings": {
-                "shots": task.config.num_fewshot or 0,
+                "shots": (task.config.num_fewshot or 0) if own is None else own.shots,
                 "chat": settings.chat,
                 "template": None if effective is None else hashlib.sha256(effective.encode()).hexdigest(),
                 "system": settings.system,
                 "batch": settings.batch or config.batch,
                 "max_new_tokens": longest,
                 "stop": list(stop),
-                "scorer": None if spec is None else spec.scorer,
-                "limit": settings.limit if spec is None or spec.limit is None else spec.limit,
+                "scorer": None if own is None else own.scorer_text,
+                "isolation": None if own is None else own.isolation,  # of programs under test, from the network
+                "limit": settings.limit if own is None else own.limit,
             },
         }
     if reference is not None:
@@ -169,9 +164,10 @@ def _task_digest(task: "Task") -> str:
 
 
 def _backend() -> str:
-    from lm_eval import __version__
-
-    return f"decodelab, lm-eval {__version__}"
+    try:
+        return f"decodelab, lm-eval {version('lm_eval')}"
+    except PackageNotFoundError:
+        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'") from None
 
 
 def main_metric(task: "Task") -> str:
@@ -333,17 +329,24 @@ def _mapped(found: Interval, falling: Callable[[float], float]) -> Interval:
 
 def _row(name: str, task: "Task", item: Item) -> dict[str, Any]:
     """A line of quality.jsonl. `weights`: the words or bytes that a document's perplexity counts for."""
+    from lm_eval.api import metrics as known
+
     sample, answers = item.samples[0], item.answers
+    own = getattr(task, "own", None)
+    question = None if own is None else own.question(sample["doc"])
     kind = KINDS[task.OUTPUT_TYPE]
     scores, weights = {}, {}
     for metric, value in item.values.items():
+        aggregate = task.aggregation().get(metric.partition(",")[0])
         if _weighted(task, metric):
-            scores[metric], weights[metric] = _number(task.aggregation()[metric.partition(",")[0]]([value])), value[1]
+            weights[metric] = value[1]
+        if _weighted(task, metric) or aggregate is known.perplexity:
+            scores[metric] = _number(aggregate([value]))
         elif isinstance(value, Real):
             scores[metric] = _number(value)
     if kind == "multiple_choice":
         response: Any = [answer.value[0] for answer in answers]
-        scored: Any = int(np.argmax(response))
+        scored: Any = int(np.argmax(response)) if len(response) > 1 else answers[0].value[1]
     else:
         response = answers[0].value if answers[0].text is None else [answer.text for answer in answers]
         scored = sample["filtered_resps"][0]
@@ -351,9 +354,9 @@ def _row(name: str, task: "Task", item: Item) -> dict[str, Any]:
         (response,) = response
     return {
         "task": name,
-        "id": sample["doc"].get("id", sample["doc_id"]),
+        "id": sample["doc"].get("id", sample["doc_id"]) if question is None else question.id,
         "repeat": item.repeat,
-        "category": sample["doc"].get("category"),
+        "category": sample["doc"].get("category") if question is None else question.category,
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
         "prompt": "" if task.OUTPUT_TYPE == "loglikelihood_rolling" else sample["arguments"][0][0],
