@@ -61,9 +61,8 @@ def composed(cells: Sequence[Cell], composer: Composer) -> list["RunConfig"]:
     more = [f"and {len(told) - _SHOWN} more mistakes"] if len(told) > _SHOWN else []
     count = sum(map(len, wrong.values()))
     remedy = "; a key goes with its option in 'sweep=[{GROUP: OPTION, GROUP.KEY: VALUE}, …]'" if foreign else ""
-    raise UserError(
-        f"{count} of {len(cells)} cells are wrong, none is run: {'; '.join([*told[:_SHOWN], *more])}{remedy}"
-    )
+    mistakes = "; ".join([*told[:_SHOWN], *more])
+    raise UserError(f"{count} of {len(cells)} cells cannot be run, so none is: {mistakes}{remedy}")
 
 
 def _some(labels: Sequence[str]) -> str:

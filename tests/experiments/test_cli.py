@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -160,8 +159,9 @@ def test_a_sweep_with_a_wrong_cell_does_not_start(runs, swept, fails):
     code, line = fails("run", "-m", "drafting=none,draft_model", "drafting.proposal=sampled")
     assert (code, swept) == (2, [])
     assert line == (
-        "1 of 2 cells are wrong, none is run: drafting=none: drafting.proposal is unknown: drafting has no keys; "
-        "it is a key of drafting=draft_model; a key goes with its option in 'sweep=[{GROUP: OPTION, GROUP.KEY: VALUE}, …]'"
+        "1 of 2 cells cannot be run, so none is: drafting=none: drafting.proposal is unknown: drafting has no keys; "
+        "it is a key of drafting=draft_model; a key goes with its option in "
+        "'sweep=[{GROUP: OPTION, GROUP.KEY: VALUE}, …]'"
     )
 
 

@@ -127,18 +127,18 @@ def test_an_experiment_is_a_sweep(tmp_path: Path):
 
 def test_all_cells_are_composed_before_one_runs(composer: Composer):
     cells = expand(["drafting=none,prompt_lookup,draft_model", "drafting.min_ngram=1,x"], composer)
-    with pytest.raises(UserError, match="none is run") as caught:
+    with pytest.raises(UserError, match="so none is") as caught:
         composed(cells, composer)
     keys = "model, max_draft, proposal, temperature, confidence"
     assert str(caught.value) == (
-        "5 of 6 cells are wrong, none is run: drafting=none min_ngram=1 (and 1 more): drafting.min_ngram is unknown: "
+        "5 of 6 cells cannot be run, so none is: drafting=none min_ngram=1 (and 1 more): drafting.min_ngram is unknown: "
         "drafting has no keys; it is a key of drafting=prompt_lookup; drafting=prompt_lookup min_ngram=x: "
         "drafting.min_ngram must be an integer, got 'x'; drafting=draft_model min_ngram=1 (and 1 more): "
         f"drafting.min_ngram is unknown: drafting has {keys}; it is a key of drafting=prompt_lookup; "
         "a key goes with its option in 'sweep=[{GROUP: OPTION, GROUP.KEY: VALUE}, …]'"
     )
     cells = expand(["seed=1.1,1.2,1.3,1.4,5"], composer)
-    with pytest.raises(UserError, match=r"^4 of 5 cells are wrong.*1\.3; and 1 more mistakes$"):
+    with pytest.raises(UserError, match=r"^4 of 5 cells cannot be run.*1\.3; and 1 more mistakes$"):
         composed(cells, composer)
 
 
