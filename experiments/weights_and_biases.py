@@ -224,7 +224,7 @@ class Mirror:
             job_type=info.job,
             name=info.label,
             tags=list(settings.tags),
-            config={**info.config, "key": info.key, "sweep": info.sweep, **recorded},
+            config={**info.config, "key": info.key, "sweep_id": info.sweep, **recorded},
             resume="never",  # a run of this id on the server is an error, not something to append to
             reinit="create_new",  # runs that the user's program has open are left alone
             settings=wandb.Settings(
