@@ -1,4 +1,7 @@
-"""transformers' own `generate` on the same prompts, weights and dtype, in the same process: what most people run."""
+"""transformers' own `generate` on the same prompts, weights and dtype, in the same process: what most people run.
+
+It takes turns with us. Where both models do not fit into memory (`memory.py`), it runs once ours is gone.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,14 +168,20 @@ def compare(
 
 
 def summarise(
-    peer: HfPeer, runs: Mapping[str, Sequence[HfRun]], baseline_tokens: Sequence[Sequence[int]]
+    peer: HfPeer,
+    runs: Mapping[str, Sequence[HfRun]],
+    baseline_tokens: Sequence[Sequence[int]],
+    interleaved: bool = True,
 ) -> dict[str, Any]:
-    """The same from runs that are done, in the order of `baseline_tokens`.
+    """The same from runs that are done, in the order of `baseline_tokens`. `interleaved`: they took turns with ours.
 
     `tpot_s`: seconds after the first delivery ÷ the tokens that came in them, a ratio of sums; `ttft_s`: mean;
     `identical`: prompts on which the tokens are those of our plain decoding.
     """
-    return {mode: {"settings": peer.modes[mode], **_row(done, baseline_tokens)} for mode, done in runs.items()}
+    return {
+        mode: {"settings": peer.modes[mode], "interleaved": interleaved, **_row(done, baseline_tokens)}
+        for mode, done in runs.items()
+    }
 
 
 def _row(done: Sequence[HfRun], baseline_tokens: Sequence[Sequence[int]]) -> dict[str, Any]:

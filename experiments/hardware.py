@@ -23,6 +23,8 @@ from .composition import native_bfloat16
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu")
+_MEMINFO = Path("/proc/meminfo")
+_GROUPS_OF_SELF, _GROUPS_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _LEAST_BUFFER = 256 * 2**20
 _LARGEST = 8192  # rows and columns of the largest product tried
 _WORTH_TIMING = 0.01  # seconds that a product must take
@@ -190,6 +192,50 @@ def clock_mhz() -> float | None:
     """The processors' clock now, their mean; None where the system does not tell."""
     clocks = [float(p["cpu MHz"]) for p in _processors() if "cpu MHz" in p]
     return sum(clocks) / len(clocks) if clocks else None
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated: of a GPU's memory, or of the machine's, within the limits of the control
+    groups that a container or a Slurm job runs in. None where the system does not tell."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    free = _number_after("MemAvailable:", _MEMINFO)
+    if free is None:
+        return None
+    return min([free * 1024, *_room_in_groups()])
+
+
+def _room_in_groups() -> Iterator[int]:
+    """What each group with a limit leaves; a file cache that is not in use is free."""
+    try:
+        lines = _GROUPS_OF_SELF.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _GROUPS_ROOT / "memory" if controllers else _GROUPS_ROOT
+        most, used, idle = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else ("memory.max", "memory.current", "inactive_file")
+        )
+        group = root / path.strip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            with suppress(OSError, ValueError):  # no such file, or "max": no limit
+                limit, current = (int((folder / name).read_text()) for name in (most, used))
+                yield max(0, limit - current + (_number_after(f"{idle} ", folder / "memory.stat") or 0))
+
+
+def _number_after(start: str, file: Path) -> int | None:
+    """The number of the line that begins so."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in file.read_text().splitlines():
+            if line.startswith(start):
+                return int(line.removeprefix(start).split()[0])
+    return None
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -70,10 +70,10 @@ class Measurement:
 
     timed: bool
     samples: list[Sample] = field(default_factory=list)
-    timing: Timing = Timing()
     baseline_kind: str = "plain decoder"
     interrupted: bool = False
     warnings: list[str] = field(default_factory=list)
+    timing: Timing = Timing()
 
 
 class Sides:

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from ..decoding.events import Generation, Step
 from ..decoding.model.decoder import Decoder
 from . import exactness, metrics
 from .files import NOT_IN_KEY, SCHEMA, write_atomic
 from .hardware import Peaks
-from .lab import Lab
+from .lab import Lab, text_of
 from .measure import Measurement, Sample, units
 from .statistics import Interval, speedup_interval
 
@@ -236,11 +237,13 @@ def _commit() -> tuple[str | None, bool | None]:
     return head, bool(status.strip())
 
 
-def write_run(folder: Path, result: Mapping[str, Any], samples: Sequence[Sample], lab: Lab) -> None:
+def write_run(
+    folder: Path, result: Mapping[str, Any], samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """`events.jsonl` and `samples.jsonl` first, `result.json` last: a folder with a result is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "events.jsonl", _events(samples))
-    write_lines(folder / "samples.jsonl", (_sample(s, lab) for s in samples))
+    write_lines(folder / "samples.jsonl", (_sample(s, tokenizer) for s in samples))
     write_result(folder, result)
 
 
@@ -257,18 +260,18 @@ def _events(samples: Sequence[Sample]) -> Iterable[dict[str, Any]]:
                 yield {"id": sample.id, "side": side, "event": "step", **asdict(step)}
 
 
-def _sample(s: Sample, lab: Lab) -> dict[str, Any]:
+def _sample(s: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     row: dict[str, Any] = {
         "id": s.id,
         "category": s.category,
         "batch": s.unit,
         "prompt_tokens": len(s.prompt),
-        "prompt": lab.text(s.prompt),
+        "prompt": text_of(tokenizer, s.prompt),
     }
     for side, g in (("baseline", s.baseline), ("strategy", s.strategy)):
         timed = bool(g.delivered)
         row[side] = {
-            "text": lab.text(g.tokens),
+            "text": text_of(tokenizer, g.tokens),
             "tokens": g.tokens,
             "reason": g.reason,
             "ttft_s": g.ttft_s if timed else None,

@@ -21,7 +21,8 @@ from .composition import draft_models, resolve, resolve_device, resolve_dtype, u
 from .config import RunConfig
 from .files import read_result
 from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
-from .measure import Measurement, Sample, measure
+from .measure import Measurement, Sample, ask_hf, measure, units
+from .memory import Plan
 from .progress import Watch
 from .quality.against import RunQuality
 from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
@@ -51,6 +52,8 @@ class Identity:
 
 def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool = True) -> Identity:
     """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part."""
+    if not speed and not config.quality.tasks:
+        raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task) if speed else None
@@ -92,25 +95,33 @@ def run(config: RunConfig) -> int:
 
 def evaluate(config: RunConfig) -> int:
     """Quality alone, in the same folder layout."""
-    if not config.quality.tasks:
-        raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
     return execute(config, speed=False).code
 
 
-def execute(config: RunConfig, *, speed: bool = True, warm: Warm | None = None, sweep: str | None = None) -> Outcome:
-    """One run, whole. `warm`: what a worker keeps from cell to cell; `sweep`: the id of the sweep it belongs to."""
+def execute(
+    config: RunConfig,
+    *,
+    speed: bool = True,
+    warm: Warm | None = None,
+    sweep: str | None = None,
+    key: str | None = None,
+) -> Outcome:
+    """One run, whole. `warm`: what a worker keeps from cell to cell; `sweep`: the id of the sweep it belongs to; `key`:
+    what it had when it was planned, and a run that has become another one since is refused."""
     config.tracking.check()
     with hardware.torch_threads(config.threads):
-        return _execute(config, speed, Warm() if warm is None else warm, sweep)
+        return _execute(config, speed, Warm() if warm is None else warm, sweep, key)
 
 
-def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> Outcome:
+def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key: str | None) -> Outcome:
     started = datetime.now(UTC)
     load_before = hardware.load_average()
     if config.compare_hf and (reason := why_not(config.acceptance.law())) is not None:
         raise UserError(reason)
     with Watch() as watch, Heard() as heard:
         what = identify(config, watch.step, speed=speed)
+        if key not in (None, what.key):
+            raise UserError("a file of its task, model or configuration has changed since it was planned: start it again")
         source, dtype, device = what.source, what.dtype, what.device
         notes = resolve(config, source, what.task).notes()
         if (idle := unused_gpu()) is not None:
@@ -131,10 +142,15 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
         info = RunInfo(what.key, title, job, folder, what.resolved, what.digests, made, sweep)
         with config.tracking.open(info) as tracker:
             try:
+                held = warm.holds(source, dtype, device)
+                if not held:
+                    warm.forget()
+                plan = Plan.of(source, config.drafting, dtype, device, compares=config.compare_hf and speed, held=held)
+                plan.check()
                 target = warm.target(source, dtype, device, watch.step)
                 lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
                 measured = profiled = peaks = quality = None
-                hf = _peer(config, source, dtype, device) if config.compare_hf and speed else None
+                hf = _peer(config, source, dtype, device) if plan.compares and not plan.apart else None
                 if what.task is not None:
                     timed = config.timing != "untimed"
                     peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if timed else None
@@ -150,6 +166,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
                         batch=config.batch,
                         timing=config.timing,
                         hf=hf,
+                        baselines=warm.baselines,
                         progress=lambda done, total, note: watch.step("decoding", done, total, note),
                         after=_told(tracker, timed),
                     )
@@ -171,13 +188,17 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None) -> O
                 peak_bytes=hardware.peak_memory_bytes(device),
                 warnings=[*notes, *heard.texts, *tracker.warnings],
                 profile=profiled,
-                compare_hf=_summary(hf, measured) if hf and measured else None,
+                compare_hf=_summary(hf, measured.samples) if hf and measured else None,
                 quality=quality,
             )
             samples = measured.samples if measured else []
+            if plan.apart and measured is not None and not measured.interrupted:
+                del lab, target
+                warm.forget()
+                _compare_apart(result, lambda: _peer(config, source, dtype, device), samples, source, plan, watch.step)
             console = Console(highlight=False, markup=False)
             table.show(result, samples, title, console)  # first: a full disk does not take it away
-            write_run(folder, result, samples, lab)
+            write_run(folder, result, samples, source.tokenizer)
             if result["status"] != "interrupted":
                 (folder / ANSWERS).unlink(missing_ok=True)
             console.print(f"\nwritten to {folder}", soft_wrap=True)
@@ -239,10 +260,32 @@ def _peer(config: RunConfig, source: Source, dtype: torch.dtype, device: torch.d
     return HfPeer.build(source, dtype, device, draft, max(1, config.drafting.gives.depth))
 
 
-def _summary(hf: HfPeer, measured: Measurement) -> dict[str, Any]:
-    samples = measured.samples
+def _summary(hf: HfPeer, samples: Sequence[Sample], interleaved: bool = True) -> dict[str, Any]:
     runs = {mode: [s.hf[mode] for s in samples] for mode in hf.modes}
-    return summarise(hf, runs, [s.plain for s in samples])
+    return summarise(hf, runs, [s.plain for s in samples], interleaved)
+
+
+def _compare_apart(
+    result: dict[str, Any],
+    peer: Callable[[], HfPeer],
+    samples: Sequence[Sample],
+    source: Source,
+    plan: Plan,
+    progress: Progress,
+) -> None:
+    """transformers on the same prompts, now that our models are gone. What was measured before is never lost to it."""
+    try:
+        hf = peer()
+        batches = units(samples)
+        for i, batch in enumerate(batches):
+            ask_hf(hf, batch, i, source.eos_ids)
+            progress("transformers", i + 1, len(batches))
+        result["compare_hf"] = _summary(hf, samples, interleaved=False)
+        result["warnings"].append(plan.why_apart())
+    except UserError as error:
+        result["warnings"].append(f"transformers was not compared: {error}")
+    except KeyboardInterrupt:
+        result["status"] = "interrupted" if result["status"] == "done" else result["status"]
 
 
 def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:

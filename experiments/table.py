@@ -126,7 +126,8 @@ def _anchored(timing: Mapping[str, Any] | None) -> Iterator[Text]:
     if timing is not None and timing["baseline"] in ("stored", "anew"):
         drift = "" if timing["drift"] is None else f", which drifted by {100 * (timing['drift'] - 1):+.1f} %"
         source = "timed by an earlier cell" if timing["baseline"] == "stored" else "timed anew, behind the strategy"
-        yield Text(f"baseline {source}; {timing['anchors']} anchors timed again{drift}")
+        anchors = f"{timing['anchors']} anchor{'' if timing['anchors'] == 1 else 's'}"
+        yield Text(f"baseline {source}; {anchors} timed again{drift}")
 
 
 def _comparison(r: Mapping[str, Any]) -> Table:

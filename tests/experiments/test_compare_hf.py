@@ -171,6 +171,7 @@ def test_what_came_with_the_first_delivery_is_no_part_of_the_time_per_token(peer
     row = summarise(peer, runs, [list(range(10)), [0, 1, 3]])["assisted"]
     assert row == {
         "settings": peer.modes["assisted"],
+        "interleaved": True,
         "tokens_per_second": 2.0,  # 6 + 2 tokens in 4 s
         "tpot_s": 0.5,
         "ttft_s": 1.5,

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,52 @@ def test_peak_memory_is_in_bytes():
         pytest.skip("this system does not tell")
     held = torch.ones(before // 4 + 2**20)  # as much again as the process ever held
     assert peak_memory_bytes(CPU) >= before + held.nbytes // 2
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
+    """What is available where these files say so: meminfo, the groups of this process, and files under the groups."""
+
+    def available(
+        meminfo: str = "MemTotal: 9 kB\nMemAvailable:    64 kB\n", own: str = "", **files: int | str
+    ) -> int | None:
+        root = tmp_path / "groups"
+        for name, content in files.items():
+            file = root / name.replace("__", "/").replace("_dot_", ".")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{content}\n")
+        for name, text in (("_MEMINFO", meminfo), ("_GROUPS_OF_SELF", own)):
+            (tmp_path / name).write_text(text)
+            monkeypatch.setattr(hardware, name, tmp_path / name)
+        monkeypatch.setattr(hardware, "_GROUPS_ROOT", root)
+        return hardware.available_memory(torch.device("cpu"))
+
+    return available
+
+
+def test_available_memory(system: Callable[..., int | None]):
+    assert system() == 64 * 1024
+    assert system(meminfo="MemTotal: 9 kB\n") is None
+
+
+def test_a_control_group_limits_it(system: Callable[..., int | None]):
+    """The tightest on the way to the root counts (version 2); a file cache that is not in use is free."""
+    own = "0::/job/step\n"
+    assert system(own=own, job__step__memory_dot_max="max", job__step__memory_dot_current=500) == 64 * 1024
+    held = {
+        "job__memory_dot_max": 4000,
+        "job__memory_dot_current": 3000,
+        "job__memory_dot_stat": "anon 1\ninactive_file 200",
+    }
+    assert system(own=own, **held) == 1200
+    assert system(own=own, job__memory_dot_current=9000, job__memory_dot_stat="") == 0
+
+
+def test_a_control_group_of_version_1(system: Callable[..., int | None]):
+    own = "9:cpu:/other\n4:cpuset,memory:/job\n"
+    held = {
+        "memory__job__memory_dot_limit_in_bytes": 4000,
+        "memory__job__memory_dot_usage_in_bytes": 3500,
+        "memory__job__memory_dot_stat": "inactive_file 7\ntotal_inactive_file 100",
+    }
+    assert system(own=own, **held) == 600

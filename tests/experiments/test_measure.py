@@ -413,7 +413,7 @@ def test_a_baseline_that_drifted_far_is_timed_anew(batch: int, calls: list, pace
         ({"threads": 2}, "here"),
     ],
 )
-def test_a_baseline_is_kept_under_all_that_it_depends_on(change: dict[str, Any], stored: str):
+def test_a_baseline_is_kept_under_all_that_it_depends_on(change: dict[str, Any], stored: str, pace: Any):
     kept: dict[str, Any] = {}
     anchored(tiny_lab(), kept, texts("ab", "cd"))
     options = {name: change.pop(name) for name in ("seed", "batch") if name in change}

@@ -14,7 +14,7 @@ from decodelab.drafting.none import Nothing
 from decodelab.experiments.exactness import Divergence
 from decodelab.experiments.hardware import Peaks
 from decodelab.experiments.lab import Lab
-from decodelab.experiments.measure import Measurement, measure
+from decodelab.experiments.measure import Measurement, Timing, measure
 from decodelab.experiments.result import build_result
 from decodelab.experiments.table import interval, number, percent, reasons, seconds, show, size
 from decodelab.tests.experiments.tiny_lab import texts, tiny_lab
@@ -78,7 +78,7 @@ PROFILE = {
     "explained": ["2.00 tokens a step, ÷ 1.10 for verifying 4 rows", "nothing else"],
 }
 PEERS = {
-    mode: {"tokens_per_second": 1.25, "tpot_s": 0.8, "ttft_s": 0.1, "identical": 6, "prompts": 6}
+    mode: {"interleaved": True, "tokens_per_second": 1.25, "tpot_s": 0.8, "ttft_s": 0.1, "identical": 6, "prompts": 6}
     for mode in ("plain", "prompt_lookup", "assisted")
 }
 
@@ -222,3 +222,25 @@ def test_numbers():
     ]  # fmt: skip
     assert interval({"value": None, "low": None, "high": None, "n": None}) == "–"
     assert interval({"value": 1.5, "low": 1.25, "high": 2.0, "n": 9}) == "1.50× [1.25, 2.00]"
+
+
+def test_a_stored_baseline_is_said_to_be_one():
+    lab, measured = paced(2.0, 1.0)
+    again, earlier = "anchors timed again, which drifted by", "timed by an earlier cell"
+    for timing, line in (
+        (Timing("anchored", "stored", 3, 1.004), f"{earlier}; 3 {again} +0.4 %"),
+        (Timing("anchored", "anew", 3, 0.8), f"timed anew, behind the strategy; 3 {again} -20.0 %"),
+        (Timing("anchored", "stored", 1, None), f"{earlier}; 1 anchor timed again"),
+    ):
+        measured.timing = timing
+        assert " ".join(sections(told(lab, measured, 200))[0]).endswith(f"baseline {line}")
+    measured.timing = Timing()
+    assert "baseline timed" not in "".join(sections(told(lab, measured, 200))[0])
+
+
+def test_transformers_that_ran_apart_are_said_to():
+    lab, measured = paced(2.0, 1.0)
+    apart = {mode: row | {"interleaved": False} for mode, row in PEERS.items()}
+    shown = "\n".join(told(lab, measured, 80, compare_hf=apart))
+    assert "transformers, after ours" in shown
+    assert "transformers generate" not in shown

@@ -78,7 +78,7 @@ def told(tmp_path: Path, lab: Lab) -> Callable[..., list[str]]:
             peak_bytes=None,
             warnings=[],
         )
-        write_run(tmp_path, found | (result or {}), units, lab)
+        write_run(tmp_path, found | (result or {}), units, lab.tokenizer)
         return explain(tmp_path)
 
     return write
