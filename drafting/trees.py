@@ -1,0 +1,128 @@
+"""Static trees: which candidates of which rank follow which. Medusa and token recycling fill them with tokens.
+
+A tree is a set of paths; a path (0, 2) is the third-likeliest token behind the likeliest one. It holds the beginnings
+of its paths, so that the node (0,) is there. Nodes are numbered breadth first, likelier ranks first.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..decoding.cost import DraftCost, Profile, step_seconds
+from ..decoding.errors import UserError
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """`paths`: each node by the ranks from the root to it, parents first. `parents`, `ranks`, `depths`: by node."""
+
+    paths: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        known: set[Ranks] = {()}
+        for path in self.paths:
+            if path[:-1] not in known or path in known or min(path, default=-1) < 0:
+                raise ValueError(f"node {path} stands before its parent, twice, or has no rank")
+            known.add(path)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        return max((len(path) for path in self.paths), default=0)
+
+    @property
+    def width(self) -> int:
+        """How many ranks are used at most."""
+        return max((path[-1] + 1 for path in self.paths), default=0)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        number = {path: i for i, path in enumerate(self.paths)}
+        return tuple(number.get(path[:-1], -1) for path in self.paths)
+
+    def cut(self, rows: int, depth: int) -> "TreeShape":
+        """What fits into a room: nodes no deeper than `depth`, the first `rows` of them."""
+        return TreeShape(tuple(path for path in self.paths if len(path) <= depth)[: max(0, rows)])
+
+
+def shape(paths: Sequence[Sequence[int]]) -> TreeShape:
+    """Of paths in any order, their beginnings filled in."""
+    found = {tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}
+    return TreeShape(tuple(sorted(found, key=lambda path: (len(path), path))))
+
+
+def cartesian(widths: Sequence[int]) -> TreeShape:
+    """Every combination of the `widths[d]` likeliest tokens at each depth; [1, 1, 1] is a chain."""
+    return shape(list(product(*(range(width) for width in widths))) if widths else [])
+
+
+def optimal(accept: Sequence[Sequence[float]], nodes: int) -> TreeShape:
+    """The tree of `nodes` nodes that keeps most tokens on average, where the candidate of rank r at depth d is right with
+    probability `accept[d][r]` if the path to it was.
+
+    Sequoia (arXiv:2402.12374) finds it by dynamic programming over sizes. With these probabilities the value of a tree
+    is the sum over its nodes of the product along their path, which never grows with depth: taking the likeliest node
+    that is left, again and again, gives the same optimum.
+    """
+    queue: list[tuple[float, Ranks]] = []
+
+    def offer(path: Ranks, alive: float) -> None:
+        if len(path) < len(accept):
+            for rank, chance in enumerate(accept[len(path)]):
+                if alive * chance > 0:
+                    heappush(queue, (-alive * chance, (*path, rank)))
+
+    offer((), 1.0)
+    taken: list[Ranks] = []
+    while queue and len(taken) < nodes:
+        weight, path = heappop(queue)
+        taken.append(path)
+        offer(path, -weight)
+    return shape(taken)
+
+
+def expected(accept: Sequence[Sequence[float]], tree: TreeShape) -> float:
+    """Tokens a step: those kept on average, and the target's own."""
+    alive: dict[Ranks, float] = {(): 1.0}
+    for path in tree.paths:
+        d, rank = len(path) - 1, path[-1]
+        chance = accept[d][rank] if d < len(accept) and rank < len(accept[d]) else 0.0
+        alive[path] = alive[path[:-1]] * chance
+    return sum(alive.values())
+
+
+def fastest(accept: Sequence[Sequence[float]], profile: Profile, cost: DraftCost, most: int = 64) -> TreeShape:
+    """The optimal tree of the size that emits most tokens a second, where k rows take T(k)."""
+    trees = [optimal(accept, nodes) for nodes in range(most + 1)]
+    return max(trees, key=lambda t: expected(accept, t) / step_seconds(profile, cost, 1 + len(t), len(t)))
+
+
+def read_tree(path: str | Path) -> TreeShape:
+    """A file that `write_tree` made, or a JSON list of paths as Medusa's choices are written."""
+    file = Path(path).expanduser()
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"drafting.tree={str(path)!r} cannot be read ({error.strerror}); give a file of paths"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"drafting.tree={str(path)!r} is not JSON ({error}); it holds a list of paths") from None
+    paths = content.get("paths") if isinstance(content, Mapping) else content
+    if not isinstance(paths, list) or not all(
+        isinstance(p, list) and p and all(isinstance(r, int) and r >= 0 for r in p) for p in paths
+    ):
+        raise UserError(f"drafting.tree={str(path)!r} must hold paths, lists of ranks from 0 on, such as [[0], [0, 1]]")
+    return shape(paths)
+
+
+def write_tree(path: Path, tree: TreeShape, about: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps({**about, "paths": [list(p) for p in tree.paths]}, indent=1) + "\n", encoding="utf-8")
