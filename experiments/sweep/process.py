@@ -15,7 +15,8 @@ from .cells import Status
 
 _SLICE_S = 0.5  # between looks at a cell that runs
 _GRACE_S = 60.0  # for an interrupted cell to write what it has
-_MODULE = "decodelab.experiments.sweep.worker"
+# -P: modules of the working directory stay out of the way
+_COMMAND = (sys.executable, "-P", "-m", "decodelab.experiments.sweep.worker")
 
 
 @runtime_checkable
@@ -36,12 +37,12 @@ class CellWorker(Protocol):
 class Worker:
     """One process in a session of its own, so that the terminal's Ctrl-C is the sweep's to pass on."""
 
-    def __init__(self, group: str, log: Path, keep: Sequence[int] = ()) -> None:
+    def __init__(self, group: str, log: Path, keep: Sequence[int] = (), command: Sequence[str] = _COMMAND) -> None:
         """`log`: of what it says before its first cell; `keep`: file descriptors that it inherits."""
         self.group = group
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE],  # -P: modules of the working directory stay out of the way
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

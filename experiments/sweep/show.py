@@ -73,7 +73,7 @@ def table(outcomes: Sequence[CellOutcome]) -> Table:
     """A row a cell: the values that it has of its own, how it went, what it found. What none has is no column."""
     asked = [_asked(outcome.label) for outcome in outcomes]
     found = [_numbers(outcome) for outcome in outcomes]
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     axes = list(dict.fromkeys(key for words in asked for key in words))
     for key in axes:
         longest = max(len(words.get(key, "")) for words in asked)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # torch, which planning imports
     from ..config import RunConfig
 
 SWEEP = "sweep.json"
+StartWorker = Callable[[str, Path, Sequence[int]], CellWorker]  # (group, its first log, descriptors to inherit)
 _FAILED: tuple[Status, ...] = ("broken", "failed", "out_of_memory", "timeout")
 _SOUND: tuple[Status, ...] = ("done", "broken", "refused")  # after which the worker is as good as new
 _SHARED = ("dtype", "device", "threads", "quantization", "attention")  # by cells of one warm target, with its weights
@@ -44,12 +45,13 @@ def sweep(
     configs: Sequence["RunConfig"],
     overrides: Sequence[str],
     config_dirs: Sequence[Path] = (),
+    start_worker: StartWorker = Worker,
 ) -> int:
     """Every cell of a command, those that share a target one after the other. `configs`: of the cells. 0: all are done;
     1: some are not; 130: interrupted, and what was finished is kept."""
     settings = settings_of(configs)
     folder = folder_of(settings.output, job, overrides, config_dirs)
-    with Sweep(folder, job, settings, config_dirs) as at:
+    with Sweep(folder, job, settings, config_dirs, start_worker) as at:
         planned = at.expect(cells)
         code = 0
         try:
@@ -111,7 +113,7 @@ class Sweep:
     job: str
     settings: SweepSettings = field(default_factory=SweepSettings)
     config_dirs: Sequence[Path] = ()
-    start_worker: Callable[[str, Path, Sequence[int]], CellWorker] = Worker
+    start_worker: StartWorker = Worker
 
     def __post_init__(self) -> None:
         self.config_dirs = tuple(path.expanduser().resolve() for path in self.config_dirs)
@@ -136,6 +138,7 @@ class Sweep:
             raise UserError(
                 f"output folder {self.folder} cannot be written ({error.strerror}); name another with output=DIR"
             ) from error
+        self._package = package_digest()
         self._began = time.monotonic()
         self._display.__enter__()
         return self
@@ -245,7 +248,7 @@ class Sweep:
             self.folder / f"{what.slug}-{what.key}",
             device=str(what.device),
             timeout=config.cell.timeout,
-            code=code_digest(package_digest(), config.trusted),
+            code=code_digest(self._package, config.trusted),
         )
 
     def _asked(self, cell: Cell, key: str, group: str = "", threads: int | None = None) -> Job:
@@ -263,7 +266,8 @@ class Sweep:
         if key not in self._ended:
             self._lock_gpu(planned.device)
             kept = self._kept(planned)
-            self._ended[key] = outcome = self._outcome(planned) if kept is None else kept.outcome(planned.code)
+            outcome = self._outcome(planned) if kept is None else kept.outcome(planned.code)
+            self._ended[key] = outcome = replace(outcome, label=planned.job.label)
             self._waiting.pop(key, None)
             if kept is None:
                 count = f"[{len(self._ended)}/{self._total}] " if self._total else ""

@@ -1,0 +1,86 @@
+"""A cell's folder, read: what its files say of it, whatever became of the process that wrote them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decodelab.experiments.sweep.cells import Job, State, last_line, read, scan, write
+
+ASKED = Job("abc", "seed=1", "run", ("seed=1",), ("/conf",), 2, "group", "sweep")
+
+
+def cell(folder: Path, state: State | None, result: dict[str, Any] | str | None = None) -> Path:
+    folder.mkdir()
+    write(folder, ASKED)
+    if state is not None:
+        write(folder, state)
+    if result is not None:
+        (folder / "result.json").write_text(result if isinstance(result, str) else json.dumps(result))
+    return folder
+
+
+DONE = {"key": "abc", "status": "done"}
+
+
+@pytest.mark.parametrize(
+    ("written", "result", "status", "has_result"),
+    [
+        ("done", DONE, "done", True),
+        ("broken", {"key": "abc", "status": "broken"}, "broken", True),
+        ("interrupted", {"key": "abc", "status": "interrupted"}, "interrupted", True),
+        ("interrupted", None, "interrupted", False),
+        ("running", None, "lost", False),
+        ("running", DONE, "done", True),
+        ("running", {"key": "other", "status": "done"}, "lost", False),
+        ("running", '{"key": "abc", ', "lost", False),  # cut short
+        ("done", None, "lost", False),
+        ("failed", None, "failed", False),
+        ("failed", DONE, "failed", False),  # what came after the result failed, and that is not hidden
+        ("timeout", None, "timeout", False),
+        (None, DONE, "lost", False),
+    ],
+)
+def test_how_a_cell_went(written: Any, result: Any, status: str, has_result: bool, tmp_path: Path):
+    found = read(cell(tmp_path / "cell", None if written is None else State(written, seconds=3.0, code="c"), result))
+    assert found is not None
+    assert (found.job, found.state.status, found.result is not None) == (ASKED, status, has_result)
+    assert found.inferred == (written not in (None, status))
+    assert found.outcome().seconds == (None if written is None else 3.0)
+
+
+def test_a_cell_that_runs_now(tmp_path: Path):
+    folder = cell(tmp_path / "cell", State("running", pid=7))
+    assert read(folder, live=True).state == State("running", pid=7)
+    assert read(folder).state == State("lost", "its process was gone when the sweep was started again")
+
+
+def test_a_scan_finds_cells_alone(tmp_path: Path):
+    cell(tmp_path / "b", State("done"), DONE)
+    cell(tmp_path / "a", State("failed"))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "result.json").write_text("{}")  # a single run
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "job.json").write_text('{"of": "another version"}')
+    assert [found.folder.name for found in scan(tmp_path)] == ["a", "b"]
+    assert scan(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("code", "now", "stale"), [("a", "a", False), ("a", "b", True), (None, "b", True), ("a", None, False)]
+)
+def test_a_cell_of_another_code_is_stale(code: Any, now: Any, stale: bool, tmp_path: Path):
+    assert read(cell(tmp_path / "cell", State("done", code=code), DONE)).outcome(now).stale is stale
+
+
+def test_only_what_is_done_is_stale(tmp_path: Path):
+    assert not read(cell(tmp_path / "cell", State("failed", code="a"))).outcome("b").stale
+
+
+def test_the_last_line_of_a_log(tmp_path: Path):
+    assert last_line(tmp_path) == ""
+    (tmp_path / "log.txt").write_bytes(b"first\n" * 1000 + "loading äß 1/2\n\n  \n".encode())
+    assert last_line(tmp_path) == "loading äß 1/2"
+    (tmp_path / "log.txt").write_bytes(b"\n")
+    assert last_line(tmp_path) == ""
