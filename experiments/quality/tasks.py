@@ -14,7 +14,7 @@ from ..construct import did_you_mean
 from ..items import Row
 from ..tasks import read_rows
 from .questions import FIELDS, Metrics, Question, reading
-from .scorers import Function, Scorer
+from .scorers import Function, Scorer, scorer_text
 from .settings import Kind, QualitySettings, TaskSpec
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...
     limit = settings.limit if spec.limit is None else spec.limit
     generated, stop = read.kind == "generate", () if settings.chat else read.stop
     tokens = settings.max_new_tokens if spec.max_new_tokens is None else spec.max_new_tokens
-    return OwnTask(
+    own = OwnTask(
         name=_name(spec),
         kind=read.kind,
         questions=tuple(asked[:limit]),
@@ -148,6 +148,9 @@ def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...
         limit=limit,
         digest=_digest(spec, read.scorer),
     )
+    for question in own.questions:
+        own.examples(question)
+    return own
 
 
 def _rows(path: str, key: str, spec: TaskSpec) -> list[Row]:
@@ -186,7 +189,8 @@ def _name(spec: TaskSpec) -> str:
 
 
 def _digest(spec: TaskSpec, scorer: Scorer | None) -> str:
-    read = [str(spec.kind), str(spec.prompt), str(sorted((spec.fields or {}).items())), str(spec.scorer)]
+    scored = "" if spec.scorer is None else scorer_text(spec.scorer)
+    read = [str(spec.kind), str(spec.prompt), str(sorted((spec.fields or {}).items())), scored]
     files = [Path(path).expanduser().read_bytes() for path in (spec.path, spec.shots_path) if path is not None]
     source = inspect.getsourcefile(inspect.unwrap(scorer.function)) if isinstance(scorer, Function) else None
     return _sha(*read, *files, b"" if source is None else Path(source).read_bytes())
