@@ -49,7 +49,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+            stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable()  # a crash leaves its place in the log
         folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(sys.stdin, folders), daemon=True).start()
