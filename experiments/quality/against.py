@@ -57,7 +57,7 @@ Verdict = Literal["worse", "better", "equivalent", "undecided"]
 _OF_TASK = {"digest": "task", "kind": "task", "main": "task"}
 _OF_SETTINGS = {
     "scorer": "task", "chat": "template", "template": "template", "system": "template", "shots": "template",
-    "batch": "batch", "limit": "counting",
+    "batch": "batch", "limit": "counting", "max_length": "counting",
 }  # fmt: skip
 _OF_ANSWERS = {"max_new_tokens": "counting", "stop": "counting"}
 _REQUIRED = ("task", "id", "repeat", "doc_hash", "scores")
@@ -452,17 +452,23 @@ def _combined(
 ) -> dict[str, Any] | None:
     """The mean of the tasks' differences, each task counting alike; above 0 this run is better. Perplexities, which are
     no scores, are not in it. None under two tasks."""
-    strata, least = {}, []
-    for name, task in tasks.items():
-        if task["metrics"][task["main"]]["effect"] == "difference":
-            here, there = _columns(_pairs(mine, reference, name), task["main"])
-            strata[name] = here - there if task["higher_is_better"] else there - here
-            least.append(_least(here, there, 0.90))
-    if len(strata) < 2:
+    columns = {
+        name: _columns(_pairs(mine, reference, name), task["main"])
+        for name, task in tasks.items()
+        if task["metrics"][task["main"]]["effect"] == "difference"
+    }
+    if len(columns) < 2:
         return None
-    changes = list(strata.values())
-    interval = macro_interval(changes)
-    bounds = _widened(macro_interval(changes, 0.90), max(least) / len(strata))
+    changes = [
+        here - there if tasks[name]["higher_is_better"] else there - here for name, (here, there) in columns.items()
+    ]
+
+    def least(level: float) -> float:
+        return max(_least(here, there, level) for here, there in columns.values()) / len(columns)
+
+    interval, bounds = macro_interval(changes), _widened(macro_interval(changes, 0.90), least(0.90))
+    if not any(column.any() for column in changes):
+        interval = _widened(interval, least(0.95))
     p = sign_flip(*changes)
     found = {
         "effect": "difference",
@@ -474,7 +480,7 @@ def _combined(
         "test": "sign flip",
         "p": p,
     }
-    return {"tasks": list(strata), **found, "verdict": _verdict(found, p, epsilon, True)}
+    return {"tasks": list(columns), **found, "verdict": _verdict(found, p, epsilon, True)}
 
 
 def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:

@@ -114,6 +114,8 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
     tasks = build_tasks(settings, source.tokenizer, config.trusted)
     context = ModelConfig.from_hf(source.config).max_positions
     specs = {t.name or Path(t.path).stem: t for t in settings.tasks if isinstance(t, TaskSpec)}
+    if settings.max_length is not None and settings.max_length > context:
+        raise UserError(f"quality.max_length={settings.max_length}: the context of {source.label} is {context}")
     effective = (template or str(source.tokenizer.chat_template)) if settings.chat else None
     about = {}
     for name, task in tasks.items():
@@ -142,6 +144,7 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
                 "system": settings.system,
                 "batch": settings.batch or config.batch,
                 "max_new_tokens": longest,
+                "max_length": None if generates else settings.max_length or context,
                 "stop": list(stop),
                 "scorer": None if own is None else own.scorer_text,
                 "isolation": None if own is None else own.isolation,  # of programs under test, from the network
@@ -205,6 +208,7 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
             seed=config.seed,
             batch=settings.batch or config.batch,
             max_new_tokens=settings.max_new_tokens,
+            max_length=settings.max_length,
             thinking=settings.thinking,
             template=exam.template,
             answers=answers,

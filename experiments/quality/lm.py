@@ -33,6 +33,7 @@ class DecodelabLM(TemplateLM):
     bfloat16 choices tie. `thinking`: the tags around what is not scored; stop strings then count behind them only.
 
     Prompts longer than the context lose their beginning, with a warning; generation leaves room for its answer.
+    `max_length`: a shorter context of likelihoods, such as the 2048 tokens of many published perplexities.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class DecodelabLM(TemplateLM):
         seed: int = 0,
         batch: int = 1,
         max_new_tokens: int = 256,
+        max_length: int | None = None,
         thinking: tuple[str, str] | None = None,
         template: str | None = None,
         answers: Answers | None = None,
@@ -50,7 +52,7 @@ class DecodelabLM(TemplateLM):
         super().__init__()
         self.lab, self.seed, self.batch, self.max_new_tokens = lab, seed, batch, max_new_tokens
         self.thinking, self.template, self.progress = thinking, template, progress
-        self.tokenizer = lab.tokenizer
+        self.tokenizer, self._max_length = lab.tokenizer, max_length
         self.answers = Answers() if answers is None else answers
         self.asked: dict[int | None, list[Answer | None]] = {}
         self._head: torch.Tensor | None = None
@@ -75,7 +77,8 @@ class DecodelabLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        return self.lab.context
+        """Tokens that a likelihood may look back on."""
+        return self._max_length or self.lab.context
 
     @property
     def tokenizer_name(self) -> str:
@@ -184,8 +187,8 @@ class DecodelabLM(TemplateLM):
             limit, stop = limits(options, self.max_new_tokens)
             if (eos := self.tokenizer.eos_token_id) is not None and eos not in self.lab.eos_ids:
                 stop += (self._text([eos]),)
-            if (room := self.max_length - limit) < 1:
-                raise UserError(f"an answer of {limit} tokens does not fit the context of {self.max_length}; lower it")
+            if (room := self.lab.context - limit) < 1:
+                raise UserError(f"an answer of {limit} tokens does not fit the context of {self.lab.context}; lower it")
             ids = self.tok_encode(prompt) or [self.prefix_token_id]
             spelled = () if self.thinking else stop  # within thoughts a stop string ends nothing
             requests.append(self.lab.request(ids[-room:], limit, stop=spelled, sample=sample))

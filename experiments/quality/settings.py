@@ -61,6 +61,7 @@ class QualitySettings:
     system: str | None = None
     thinking: tuple[str, str] | None = None
     max_new_tokens: int = 256
+    max_length: int | None = None
     repeats: int = 1
     batch: int | None = None
     epsilon: float = 0.02
@@ -73,7 +74,7 @@ class QualitySettings:
             raise UserError(f"quality.limit={self.limit}: at least 1, or null for every item")
         if self.shots < 0:
             raise UserError(f"quality.shots={self.shots}: at least 0")
-        for name in ("max_new_tokens", "repeats", "batch"):
+        for name in ("max_new_tokens", "max_length", "repeats", "batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"quality.{name}={value}: at least 1")
         if not 0 < self.epsilon < 1:
