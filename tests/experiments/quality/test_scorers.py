@@ -236,10 +236,10 @@ def test_rows_without_tests_are_refused_by_line():
 
 
 @pytest.fixture
-def mylab(tmp_path, monkeypatch):
-    (tmp_path / "mylab").mkdir()
-    (tmp_path / "mylab" / "__init__.py").write_text("")
-    (tmp_path / "mylab" / "score.py").write_text(
+def lab(tmp_path, monkeypatch):
+    (tmp_path / "scorelab").mkdir()
+    (tmp_path / "scorelab" / "__init__.py").write_text("")
+    (tmp_path / "scorelab" / "score.py").write_text(
         "from os.path import join\n"
         "def length(response, row): return len(response) / row['most']\n"
         "def right(response, row): return response == row['answer']\n"
@@ -247,27 +247,27 @@ def mylab(tmp_path, monkeypatch):
         "def wrong(response, row): return 'good'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    return ("mylab",)
+    return ("scorelab",)
 
 
-def test_a_function_gives_a_number_a_bool_or_numbers_by_name(mylab):
-    assert scores("mylab.score.length", "four", mylab, most=8) == {"length": 0.5}
-    assert scores("mylab.score.right", "x", mylab, answer="x") == {"right": 1.0}
-    scorer = {"name": "mylab.score.several", "main": "words", "higher_is_better": False}
-    assert scores(scorer, "a b", mylab) == {"words": 2.0, "empty": 0.0}
-    built = build_scorer(scorer, mylab)
+def test_a_function_gives_a_number_a_bool_or_numbers_by_name(lab):
+    assert scores("scorelab.score.length", "four", lab, most=8) == {"length": 0.5}
+    assert scores("scorelab.score.right", "x", lab, answer="x") == {"right": 1.0}
+    scorer = {"name": "scorelab.score.several", "main": "words", "higher_is_better": False}
+    assert scores(scorer, "a b", lab) == {"words": 2.0, "empty": 0.0}
+    built = build_scorer(scorer, lab)
     assert (built.metrics, built.higher_is_better) == (("words",), False)
 
 
-def test_what_a_function_gives_is_checked(mylab):
-    with pytest.raises(UserError, match=r"t\.jsonl:1: mylab\.score\.wrong gave 'good'; a number, a bool"):
-        scores("mylab.score.wrong", "x", mylab)
-    with pytest.raises(UserError, match=r"mylab\.score\.several gave words, empty; say which counts"):
-        scores("mylab.score.several", "x", mylab)
+def test_what_a_function_gives_is_checked(lab):
+    with pytest.raises(UserError, match=r"t\.jsonl:1: scorelab\.score\.wrong gave 'good'; a number, a bool"):
+        scores("scorelab.score.wrong", "x", lab)
+    with pytest.raises(UserError, match=r"scorelab\.score\.several gave words, empty; say which counts"):
+        scores("scorelab.score.several", "x", lab)
 
 
-@pytest.mark.parametrize("path", ["mylab.score.length", "os.system", "decodelab.experiments.cli.main"])
-def test_nothing_untrusted_is_imported(mylab, path, monkeypatch):
+@pytest.mark.parametrize("path", ["scorelab.score.length", "os.system", "decodelab.experiments.cli.main"])
+def test_nothing_untrusted_is_imported(lab, path, monkeypatch):
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
     with pytest.raises(UserError, match=rf"scorer={path} is refused: it is a function of a trusted package; trusted="):
         build_scorer(path, ())
@@ -276,15 +276,15 @@ def test_nothing_untrusted_is_imported(mylab, path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("mylab.score.join", r"mylab\.score has no function join of its own"),
-        ("mylab.score.none", r"mylab\.score has no function none of its own"),
-        ("mylab.other.f", r"there is no module mylab\.other; install its package"),
-        ("os.path.join", r"is refused: it is a function of mylab; trusted="),
+        ("scorelab.score.join", r"scorelab\.score has no function join of its own"),
+        ("scorelab.score.none", r"scorelab\.score has no function none of its own"),
+        ("scorelab.other.f", r"there is no module scorelab\.other; install its package"),
+        ("os.path.join", r"is refused: it is a function of scorelab; trusted="),
     ],
 )
-def test_a_path_that_leads_nowhere_is_one_line(mylab, path, message):
+def test_a_path_that_leads_nowhere_is_one_line(lab, path, message):
     with pytest.raises(UserError, match=message):
-        build_scorer(path, mylab)
+        build_scorer(path, lab)
 
 
 # --- names
