@@ -24,6 +24,7 @@ from .composition import native_bfloat16
 _CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu")
 _MEMINFO = Path("/proc/meminfo")
+_STATUS_OF_SELF, _CLEAR_PEAK_OF_SELF = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _GROUPS_OF_SELF, _GROUPS_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _LEAST_BUFFER = 256 * 2**20
 _LARGEST = 8192  # rows and columns of the largest product tried
@@ -239,12 +240,24 @@ def _number_after(start: str, file: Path) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory in use so far: the process's resident memory, or a GPU's tensors. None on Windows."""
+    """The most memory in use since the process began or `forget_peak_memory`: its resident memory, or a GPU's tensors.
+    None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if (most := _number_after("VmHWM:", _STATUS_OF_SELF)) is not None:
+        return most * 1024
     try:
         import resource
     except ImportError:
         return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux its parent's peak counts as its own
     return most if sys.platform == "darwin" else most * 1024
+
+
+def forget_peak_memory() -> None:
+    """Count anew, as far as the system can."""
+    with suppress(OSError):
+        _CLEAR_PEAK_OF_SELF.write_text("5")
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)

@@ -24,6 +24,7 @@ import torch
 
 from ...decoding.errors import UserError
 from ..compose import compose
+from ..hardware import forget_peak_memory
 from ..lab import Warm
 from ..run import execute
 from .cells import JOB, LOG, Job, State, Status, write
@@ -86,6 +87,7 @@ def serve(folder: Path, warm: Warm, package: str) -> State:
     state = State("running", started_at=started, pid=os.getpid())
     write(folder, state)
     print(f"{started}: {job.label}", flush=True)
+    forget_peak_memory()  # the cell before was another
     try:
         config = compose(job.overrides, [Path(folder) for folder in job.config_dirs])
         state = replace(state, code=code_digest(package, config.trusted))

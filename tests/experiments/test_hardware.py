@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from decodelab.experiments import hardware
-from decodelab.experiments.hardware import Peaks, clock_mhz, describe_device, load_average, peak_memory_bytes, peaks
+from decodelab.experiments.hardware import (
+    Peaks,
+    clock_mhz,
+    describe_device,
+    forget_peak_memory,
+    load_average,
+    peak_memory_bytes,
+    peaks,
+)
 
 CPU = torch.device("cpu")
 CPUINFO = """processor	: 0
@@ -169,6 +177,20 @@ def test_peak_memory_is_in_bytes():
         pytest.skip("this system does not tell")
     held = torch.ones(before // 4 + 2**20)  # as much again as the process ever held
     assert peak_memory_bytes(CPU) >= before + held.nbytes // 2
+
+
+def test_a_peak_is_forgotten():
+    """A worker's second cell is not told of the first one's memory."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("this system does not forget")
+    forget_peak_memory()
+    before = peak_memory_bytes(CPU)
+    held = torch.ones(2**24)  # 64 MiB
+    assert (most := peak_memory_bytes(CPU)) >= before + 2**25
+    del held
+    assert peak_memory_bytes(CPU) >= before + 2**25
+    forget_peak_memory()
+    assert peak_memory_bytes(CPU) < most - 2**25
 
 
 @pytest.fixture
