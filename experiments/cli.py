@@ -157,7 +157,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     if words.show:
         return _show(cells, configs)
     job = JOBS[words.job]
-    if not words.multirun and len(cells) == 1:
+    single = not words.multirun and len(cells) == 1
+    if any(config.search is not None for config in configs):
+        from .sweep.search import check_space, search
+
+        if not single:
+            raise UserError("search looks for the values of one configuration: leave out the sweep, or search=null")
+        if job.measures:
+            return search(words.job, configs[0], words.overrides, composer, words.config_dirs)
+        check_space(configs[0], words.overrides, composer)
+    if single:
         return job.do(configs[0])
     if job.measures:
         from .sweep.sweep import sweep

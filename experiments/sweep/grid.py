@@ -108,18 +108,18 @@ def _points(name: str, entry: Any, composer: Composer) -> list[tuple[str, ...]]:
     for key, values in listed.items():
         if not values:
             raise UserError(f"sweep: {key} has no values")
-    written = [[f"{key}={_written(value, key)}" for value in values] for key, values in listed.items()]
-    for word in chain.from_iterable(written):
+    axes = [[f"{key}={written(value, key)}" for value in values] for key, values in listed.items()]
+    for word in chain.from_iterable(axes):
         composer.parse(word)
-    return list(product(*written))
+    return list(product(*axes))
 
 
-def _written(value: Any, key: str) -> str:
+def written(value: Any, key: str) -> str:
     """As it stands on a command line."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_written(v, key)}" for name, v in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{written(v, key)}" for name, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(_written(v, key) for v in value) + "]"
+        return "[" + ",".join(written(v, key) for v in value) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
