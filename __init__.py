@@ -7,10 +7,10 @@ should not wait for torch. The public names come on first use.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .experiments.api import compare, generate, load, load_runs
+    from .experiments.api import compare, evaluate, generate, load, load_runs
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "generate", "load", "load_runs"]
+__all__ = ["__version__", "compare", "evaluate", "generate", "load", "load_runs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,13 @@
-"""The Python interface: `load`, `generate`, `compare`, `load_runs`."""
+"""The Python interface: `load`, `generate`, `compare`, `evaluate`, `load_runs`."""
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -27,7 +29,10 @@ from .items import Item, Message
 from .lab import Heard, Lab, build_lab, draft_digest
 from .measure import measure
 from .metrics import acceptance as acceptance_of
-from .result import build_result, provenance
+from .quality.against import RunQuality
+from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
+from .quality.settings import QualitySettings, TaskSpec
+from .result import build_result, provenance, run_key, write_run
 from .tasks import Task, TaskSettings, encode, load_task
 
 if TYPE_CHECKING:
@@ -246,6 +251,99 @@ def compare(
         peak_bytes=peak_memory_bytes(device),
         warnings=[*lab.notes, *heard.texts],
     )
+
+
+def evaluate(
+    lm: LanguageModel,
+    tasks: Sequence[str | Mapping[str, Any] | TaskSpec],
+    *,
+    drafting: Part | DrafterSettings = "prompt_lookup",
+    acceptance: Part | Acceptance = "greedy",
+    against: str | Path | None = None,
+    output: str | Path | None = None,
+    seed: int = 0,
+    batch: int = 1,
+    trusted: Sequence[str] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Quality on tasks: names of lm-eval, or mappings with `path` and what else a task of one's own takes.
+
+    Returns what `result.json` holds; `quality` is in it, and in that `against`, the comparison with the run in that
+    folder. `output`: a new folder for the files of this run, so that another can name it; without one they are not
+    kept. `options` are the keys of `quality`: limit, shots, chat, system, max_new_tokens, repeats, epsilon, allow, …
+
+    >>> with open("sums.jsonl", "w") as file:
+    ...     _ = file.write('{"question": "2 + 2 =", "choices": ["4", "5"], "answer": 0}')
+    >>> found = decodelab.evaluate(lm, [{"path": "sums.jsonl"}])["quality"]
+    >>> found["tasks"]["sums"]["metrics"]["acc"]["n"]
+    1
+    """
+    started, load_before = datetime.now(UTC), load_average()
+    settings = part("drafting", drafting, DrafterSettings)
+    rule = part("acceptance", acceptance, Acceptance)
+    given = {"tasks": [tasks] if isinstance(tasks, str | Mapping) else list(tasks), **options}
+    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+    quality = Constructor(tuple(trusted)).call(QualitySettings, listed, "quality")
+    if not quality.tasks:
+        raise UserError("tasks is empty; name a task, such as {'path': 'my.jsonl'}")
+    config = RunConfig(
+        ModelSpec(path=lm.source.label), settings, rule, TaskSettings(), quality,
+        seed=seed, batch=batch, against=None if against is None else str(against), trusted=tuple(trusted),
+    )  # fmt: skip
+    device, dtype = lm.target.device, lm.target.dtype
+    described = {
+        "model": {"path": lm.source.label},
+        "drafting": repr(settings),
+        "acceptance": {"_target_": f"{type(rule).__module__}.{type(rule).__qualname__}", **asdict(rule)},  # type: ignore[call-overload]
+        "quality": asdict(quality),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "seed": seed,
+        "batch": batch,
+    }
+    resolved = json.loads(json.dumps(described))  # as it is read back
+    digests = {"weights": lm.source.digest, "draft": draft_digest(settings), "task": None}
+    with Heard() as heard, TemporaryDirectory() as apart:
+        digests["quality"] = quality_digest(config)
+        key = run_key(resolved, digests)
+        exam = prepare(config, lm.source, key, resolved)
+        assert exam is not None
+        folder = Path(apart) if output is None else _new_folder(Path(output).expanduser())
+        lab = _lab(lm, settings, rule)
+        made = provenance(
+            dtype,
+            seed,
+            device=describe_device(device),
+            started_at=started.isoformat(timespec="seconds"),
+            load_before=load_before,
+        )
+        mine = RunQuality(folder, key, {}, resolved, digests, made, ())
+        found = measure_quality(lab, exam, config, mine, lambda what, done, total: None)
+        result = build_result(
+            resolved,
+            lab,
+            None,
+            digests=digests,
+            provenance=made | {"load_after": load_average()},
+            peaks=None,
+            peak_bytes=peak_memory_bytes(device),
+            warnings=[*lab.notes, *heard.texts],
+            quality=found,
+        )
+        if output is not None:
+            (folder / ANSWERS).unlink(missing_ok=True)
+            write_run(folder, result, (), lm.source.tokenizer)
+    return result
+
+
+def _new_folder(folder: Path) -> Path:
+    if (folder / "result.json").exists():
+        raise UserError(f"output={folder} already holds a result; name another folder or delete that one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output={folder} cannot be made ({error.strerror}); name another folder") from error
+    return folder
 
 
 def load_runs(*folders: str | Path) -> "pd.DataFrame":

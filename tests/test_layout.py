@@ -40,12 +40,12 @@ def test_the_root_imports_nothing_and_names_what_is_public():
     imports = [node for node in _source(Path("__init__.py")).body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [node.module for node in imports if isinstance(node, ast.ImportFrom)] == ["typing"]
     assert len(imports) == 1
-    assert {"load", "generate", "compare", "load_runs", "__version__"} == set(dir(decodelab))
+    assert {"load", "generate", "compare", "evaluate", "load_runs", "__version__"} == set(dir(decodelab))
     with pytest.raises(AttributeError, match="module 'decodelab' has no attribute 'generates'"):
         decodelab.generates  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["load", "generate", "compare", "load_runs"])
+@pytest.mark.parametrize("name", ["load", "generate", "compare", "evaluate", "load_runs"])
 def test_public_names_come_from_the_api(name):
     assert getattr(decodelab, name) is getattr(importlib.import_module("decodelab.experiments.api"), name)
 

@@ -44,7 +44,7 @@ def test_python_blocks_run_in_order(workplace: Path, capsys: pytest.CaptureFixtu
 
 def test_examples_in_docstrings_run_in_order(workplace: Path):
     namespace = {"decodelab": decodelab}
-    for name in ("load", "generate", "compare", "load_runs"):
+    for name in ("load", "generate", "compare", "evaluate", "load_runs"):
         (test,) = doctest.DocTestFinder(recurse=False).find(getattr(decodelab, name), name, globs=namespace)
         assert test.examples
         said: list[str] = []

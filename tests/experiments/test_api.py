@@ -1,4 +1,4 @@
-"""load, generate, compare, load_runs: what a notebook calls."""
+"""load, generate, compare, evaluate, load_runs: what a notebook calls."""
 
 import json
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from decodelab.decoding.errors import UserError
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.experiments.api import Completion, LanguageModel
 from decodelab.experiments.lab import Lab
+from decodelab.experiments.quality.settings import TaskSpec
 from decodelab.experiments.tasks import TaskSettings
 from decodelab.tests.decoding.model.checkpoints import START, TOKENS, tiny_model, write_gguf
 from decodelab.tests.enumeration import unchecked
@@ -324,3 +325,89 @@ def test_load_runs_says_what_is_wrong(tmp_path: Path):
     (result(tmp_path / "outputs" / "a") / "result.json").write_text('{"schema": 1,')
     with pytest.raises(UserError, match=r"^outputs/a/result.json is not a whole result \(.*\); delete it and"):
         decodelab.load_runs()
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> dict[str, str]:
+    """A task of multiple choice, of which the tiny model answers a part as it should."""
+    rows = [{"id": str(i), "question": f"what is {i}?", "choices": [" ab", " cd"], "answer": i % 2} for i in range(6)]
+    (tmp_path / "choose.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {"path": str(tmp_path / "choose.jsonl")}
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> dict[str, Any]:
+    rows = [{"prompt": f"{i} ab {i} ab {i} ab", "answer": "ab"} for i in range(5)]
+    (tmp_path / "say.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {"path": str(tmp_path / "say.jsonl"), "kind": "generate", "scorer": "contains", "max_new_tokens": 6}
+
+
+def test_quality_against_a_run_that_was_kept(
+    lm: LanguageModel,
+    questions: dict[str, str],
+    answers: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    unchecked(monkeypatch)
+    tasks = [questions, TaskSpec(**answers)]
+    first = decodelab.evaluate(lm, tasks, drafting="none", output=tmp_path / "first")
+    assert strict((tmp_path / "first" / "result.json").read_text()) == json.loads(json.dumps(first))
+    assert set(first["quality"]["tasks"]) == {"choose", "say"}
+    assert (first["speedup"]["value"], first["strategy"], first["status"]) == (None, None, "done")
+
+    again = decodelab.evaluate(lm, tasks, against=str(tmp_path / "first"), output=tmp_path / "again")
+    found = again["quality"]["against"]
+    # speculation changes no answer
+    assert found["differs_in"].keys() == {"drafting"}
+    assert {name: task["metrics"][task["main"]]["changed"] for name, task in found["tasks"].items()} == {
+        "choose": 0,
+        "say": 0,
+    }
+    assert found["reference"]["key"] == first["key"] != again["key"]
+    names = {"result.json", "events.jsonl", "samples.jsonl", "quality.jsonl"}
+    assert {file.name for file in (tmp_path / "first").iterdir()} == names
+    assert {file.name for file in (tmp_path / "again").iterdir()} == names | {"flips.jsonl"}
+
+    with pytest.raises(UserError, match=r"^output=.*first already holds a result; name another folder or delete"):
+        decodelab.evaluate(lm, tasks, output=tmp_path / "first")
+    with pytest.raises(UserError, match=r"batch is 2 here, 1 there; run both alike, or accept it with quality\.allow"):
+        decodelab.evaluate(lm, tasks, batch=2, against=tmp_path / "first")
+    accepted = decodelab.evaluate(lm, questions, batch=2, against=tmp_path / "first", allow=("batch",))
+    assert [departure["key"] for departure in accepted["quality"]["against"]["allowed"]] == ["batch"]
+    with pytest.raises(UserError, match=r'acceptance of say is "Sampling\(temperature=1\.5.* here, "Greedy" there'):
+        decodelab.evaluate(lm, tasks, acceptance=WARM, against=tmp_path / "first")
+
+
+def test_quality_leaves_no_files_unless_it_is_told_where(lm: LanguageModel, questions: dict[str, str], tmp_path: Path):
+    found = decodelab.evaluate(lm, [questions], limit=2)
+    assert found["quality"]["tasks"]["choose"]["n"] == 2
+    assert found["config"]["quality"]["limit"] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["choose.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "line"),
+    [
+        ([], {}, r"^tasks is empty; name a task, such as \{'path': 'my\.jsonl'\}$"),
+        (["choose.jsonl"], {"limits": 2}, r"^quality\.limits is unknown: did you mean limit\?"),
+        (["choose.jsonl"], {"limit": 0}, r"^quality\.limit=0: at least 1"),
+        ([{"path": "x.jsonl", "shot": 1}], {}, r"^quality\.tasks\[0\]\.shot is unknown: did you mean shots\?"),
+        ([{"path": "x.jsonl"}], {"allow": ["batches"]}, r"^quality\.allow must be "),
+        (
+            [{"path": "choose.jsonl"}],
+            {"against": "nowhere"},
+            r"^nowhere holds no result\.json; name the folder of a run",
+        ),
+        (
+            [{"path": "choose.jsonl"}],
+            {"output": "choose.jsonl"},
+            r"^output=choose\.jsonl cannot be made \(File exists\)",
+        ),
+    ],
+)
+def test_quality_says_what_is_wrong(
+    lm: LanguageModel, questions: dict[str, str], tasks: list[Any], options: dict[str, Any], line: str
+):
+    with pytest.raises(UserError, match=line):
+        decodelab.evaluate(lm, tasks, **options)

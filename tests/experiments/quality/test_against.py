@@ -183,22 +183,31 @@ def test_categories_have_their_own_difference():
 
 
 def test_the_mean_of_all_tasks():
-    worse, same = flipped(40, lost=12, gained=0), flipped(200, lost=0, gained=0)
+    worse, same, wrong = flipped(40, lost=12, gained=0), flipped(200, lost=0, gained=0), flipped(40, lost=0, gained=8)
     texts = {"kind": "perplexity", "main": "byte_perplexity", "higher_is_better": False}
     errors = {"main": "errors", "higher_is_better": False}
     runs = [
-        run(a=worse[i], b=same[i], c=task("c", same[1 - i], **errors), text=task("text", [2.0 + i] * 9, **texts))
+        run(a=worse[i], b=same[i], c=task("c", wrong[i], **errors), text=task("text", [2.0 + i] * 9, **texts))
         for i in (0, 1)
     ]
     found = compare(*runs, epsilon=0.02)
     combined = found["combined"]
     assert combined["tasks"] == ["a", "b", "c"]
-    assert combined["value"] == pytest.approx(-0.1)  # not -12/440
-    assert combined["low"] < -0.1 < combined["high"] < 0
+    assert combined["value"] == pytest.approx(-(12 / 40 + 8 / 40) / 3)  # not -20/280
+    assert combined["low"] < -0.2 < -0.1 < combined["high"] < 0
     assert combined["p"] < 0.001
     assert combined["verdict"] == "worse"
     assert found["tasks"]["text"]["verdict"] == "better"
     assert compare(run(a=[1] * 9), run(a=[1] * 9), epsilon=0.02)["combined"] is None
+
+
+def test_the_mean_of_tasks_in_which_nothing_changed_is_as_sure_as_its_smallest_task():
+    tasks = {"a": [1] * 60, "b": [1] * 200}
+    combined = compare(run(**tasks), run(**tasks), epsilon=0.02)["combined"]
+    low = score_interval(0, 0, 60).low
+    assert (combined["low"], combined["value"], combined["high"]) == pytest.approx((low / 2, 0, -low / 2))
+    assert combined["verdict"] == "undecided"
+    assert compare(run(**tasks), run(**tasks), epsilon=0.03)["combined"]["verdict"] == "equivalent"
 
 
 def test_an_error_rate_that_falls_is_better():
@@ -230,6 +239,7 @@ def test_p_is_corrected_for_the_number_of_tasks():
         (4, 4, 0, 0.02, "undecided"),  # no interval under five
         (3000, 20, 4, 0.02, "equivalent"),  # a real difference (p = 0.0015), smaller than ε
         (100, 5, 0, 0.02, "undecided"),  # five flips one way: the interval lies below 0, p is 0.06
+        (100, 0, 5, 0.02, "undecided"),
     ],
 )
 def test_verdicts(n, lost, gained, epsilon, verdict):
@@ -434,6 +444,11 @@ def test_what_plays_no_part_in_likelihoods_is_not_asked_of_them():
         assert compare(changed(found, key, value), found, epsilon=0.02)["allowed"] == []
     with pytest.raises(UserError, match="batch is 2 here"):
         compare(changed(found, "batch", 2), found, epsilon=0.02)
+
+
+def test_a_list_read_back_is_the_tuple_that_was_written():
+    mine, reference = (run(t=task("t", [1] * 5, settings={"stop": stop})) for stop in (("a", "b"), ["a", "b"]))
+    assert compare(mine, reference, epsilon=0.02)["allowed"] == []
 
 
 def test_all_that_differs_is_said_at_once_with_the_tasks_that_it_is_of():
