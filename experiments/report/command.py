@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...decoding.errors import UserError
 
-USAGE = "decodelab report DIR… [--against DIR] [output=DIR]   or   decodelab report explain RUN"
+USAGE = "decodelab report DIR… [--against DIR] [output=DIR], report explain RUN, or report claims DIR…"
 HELP = f"""decodelab report: runs side by side
 
   {USAGE}
@@ -17,7 +17,8 @@ prompts stand in tables of their own.
 
   --against DIR     pairs the runs with those below DIR: what became slower or faster, and what it did to quality
   output=DIR        where the files go
-  explain RUN       why a run was slow or fast, in words, and what to try"""
+  explain RUN       why a run was slow or fast, in words, and what to try
+  claims DIR…       what the literature claims beside what these runs say of it; writes claims.md"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +134,28 @@ def _explain(words: Sequence[str]) -> int:
     return 0
 
 
-SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"explain": _explain}
+def _claims(words: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from .claims import claims, markdown, text
+    from .load import find
+
+    asked = read(words)
+    if asked.against is not None:
+        raise UserError("claims takes folders and output=DIR: decodelab report claims DIR…")
+    found = find(asked.folders)
+    if not found.runs:
+        raise UserError("; ".join(found.notes) or "none of these cells has a result yet: run the sweep to its end")
+    output = _writable(asked)
+    listed = claims(found.runs)
+    console = Console(highlight=False, markup=False)
+    for line in text(listed):
+        console.print(line)
+    for note in found.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+    _write(output / "claims.md", markdown(listed))
+    console.print(f"\nwritten to {output / 'claims.md'}", soft_wrap=True)
+    return 0
+
+
+SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"explain": _explain, "claims": _claims}

@@ -106,7 +106,7 @@ def speedups(group: Group, colours: Mapping[str, str]) -> Picture | None:
         else:
             axes.set_xlim(0, highest * 1.05)
         axes.axvline(1, color=LIGHT["text"], linewidth=0.9)
-        for y, row in enumerate(shown):
+        for y, row in _numbered(shown):
             v, colour = row.speedup, _colour(row, colours)
             if v.low is not None and v.high is not None:
                 axes.plot([v.low, v.high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt", alpha=0.75)
@@ -173,7 +173,7 @@ def phases(group: Group, colours: Mapping[str, str]) -> Picture | None:
         return None
     shown = found[:SHOWN]
     with _figure(0.9 + 0.235 * len(shown)) as (figure, axes):
-        for y, row in enumerate(shown):
+        for y, row in _numbered(shown):
             whole, left = 1e3 * (row.run.number("strategy.tpot_s") or 0.0), 0.0
             for phase in PHASES:
                 width = whole * (row.run.number(f"strategy.time_share.{phase}") or 0.0)
@@ -310,6 +310,11 @@ def _figure(height: float, rows: int = 1, columns: int = 1, sharex: bool = False
         yield figure, axes.flat if rows * columns > 1 else axes
 
 
+def _numbered(rows: Sequence[Row]) -> Iterator[tuple[float, Row]]:
+    """With the height that each is drawn at."""
+    return ((float(i), row) for i, row in enumerate(rows))
+
+
 def _rows(axes: "Axes", rows: Sequence[Row]) -> None:
     """A line a row, from the top, named at the left."""
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -357,7 +362,7 @@ def _legend(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
 def _line(axes: "Axes", curve: Sequence[Any], name: str, colour: str, style: Any) -> tuple[float, float] | None:
     """Where it ends; None where nothing is known."""
     known = [place for place in curve if name != "conditional" or (number_at(place, "reached") or 0) >= LEAST]
-    points = [(i, y) for i, place in enumerate(known, 1) if (y := number_at(place, name)) is not None]
+    points = [(float(i), y) for i, place in enumerate(known, 1) if (y := number_at(place, name)) is not None]
     if not points:
         return None
     axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.6, marker="o", markersize=2.6)
@@ -440,7 +445,7 @@ def _front(axes: "Axes", measure: Measure, rows: Sequence[Row], colours: Mapping
         if row.verdict == "broken":
             axes.plot([row.speed], [score.value], marker="x", markersize=6, markeredgewidth=1.6, color=LIGHT["bad"])
         else:
-            _dot(axes, row.speed, score.value or 0.0, colour, hollow=not on, size=5.5 if on else 4)
+            _dot(axes, row.speed, score.value or 0.0, colour, hollow=not on, size=5.5 if on else 4.0)
     axes.set_title(_short(measure.title, 40), loc="left")
     axes.grid(color=LIGHT["grid"], linewidth=0.6)
     axes.tick_params(labelcolor=LIGHT["muted"])
@@ -480,7 +485,9 @@ def _costs(row: Row) -> dict[float, float]:
     first = number_at(seconds, "1")
     if not first or not isinstance(seconds, Mapping):
         return {}
-    known = {int(k): value for k in seconds if str(k).isdecimal() and (value := number_at(seconds, str(k))) is not None}
+    known = {
+        float(k): value for k in seconds if str(k).isdecimal() and (value := number_at(seconds, str(k))) is not None
+    }
     return {k: known[k] / first for k in sorted(known)}
 
 

@@ -32,16 +32,17 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Measure:
     """One task's main metric. Scores under equal measures may be compared: `asked` holds the task's digest and how it
-    was put to the model."""
+    was put to the model. `decodes`: the strategy made the answers; else the score is the model's alone."""
 
     task: str
     metric: str
     asked: str
     higher: bool = True
+    decodes: bool = True
 
     @property
     def title(self) -> str:
-        return f"{self.task} {self.metric}"
+        return f"{self.task} {self.metric}" + ("" if self.decodes else ", model only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +246,16 @@ def _scores(run: Run) -> dict[Measure, Value]:
     tasks = run.at("quality.tasks")
     out = {}
     for name, found in tasks.items() if isinstance(tasks, Mapping) else ():
-        main = at(found, "main")
-        metrics = at(found, "metrics")
-        value = Value.of(metrics.get(main)) if isinstance(metrics, Mapping) else Value()
-        if isinstance(main, str) and value.value is not None:
+        main, metrics = at(found, "main"), at(found, "metrics")
+        known = isinstance(main, str) and isinstance(metrics, Mapping)
+        value = Value.of(metrics.get(main)) if known else Value()
+        if value.value is not None:
             settings = at(found, "settings")
             # how many items were put to the model side by side is no part of the question
             asked = {k: v for k, v in settings.items() if k != "batch"} if isinstance(settings, Mapping) else {}
             question = _plain([at(found, "digest"), asked, at(found, "n")])
-            out[Measure(str(name), main, question, at(found, "higher_is_better") is not False)] = value
+            higher, decodes = at(found, "higher_is_better") is not False, at(found, "measures") != "model only"
+            out[Measure(str(name), str(main), question, higher, decodes)] = value
     return out
 
 

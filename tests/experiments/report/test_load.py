@@ -1,0 +1,117 @@
+"""Folders, whatever lies in them: what can be read is read, and the rest is a line each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decodelab.decoding.errors import UserError
+from decodelab.experiments.files import read_lines, read_result
+from decodelab.experiments.report.load import at, find, number_at
+from decodelab.experiments.sweep.cells import Job, State
+from decodelab.experiments.sweep.cells import write as write_cell
+from decodelab.tests.experiments.report.made import result, write
+
+
+def cell(folder: Path, status: str, detail: str = "", key: str = "key") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_cell(folder, Job(key, f"label of {folder.name}", "run", (), (), None, "group", "sweep"))
+    write_cell(folder, State(status, detail))
+    return folder
+
+
+def test_runs_below_folders_each_once(tmp_path: Path):
+    for name in ("a/one", "a/deep/two", "b"):
+        write(tmp_path / name, result(key=name))
+    found = find([tmp_path / "a", tmp_path / "a" / "one", tmp_path / "b" / "result.json"])
+    assert [run.at("key") for run in found.runs] == ["a/deep/two", "a/one", "b"]
+    assert (found.unfinished, found.notes) == ((), ())
+
+
+def test_what_cannot_be_read_is_a_line_and_harms_no_other(tmp_path: Path):
+    write(tmp_path / "good", result())
+    for name, text in {
+        "torn": '{"schema": 1,',
+        "newer": '{"schema": 2}',
+        "list": "[]",
+        "deep": "[" * 100_000,
+        "bytes": b"\xff\xfe".decode("latin-1"),
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(text, encoding="latin-1")
+    (tmp_path / "empty").mkdir()
+    found = find([tmp_path, tmp_path / "absent", tmp_path / "empty"])
+    assert [run.folder.name for run in found.runs] == ["good"]
+    assert found.notes == (
+        f"{tmp_path}/bytes/result.json cannot be read (UnicodeDecodeError); delete it and run again",
+        f"{tmp_path}/deep/result.json cannot be read (RecursionError); delete it and run again",
+        f"{tmp_path}/list/result.json has schema None, and this version reads schema 1; run again with it",
+        f"{tmp_path}/newer/result.json has schema 2, and this version reads schema 1; run again with it",
+        f"{tmp_path}/torn/result.json is not a whole result (Expecting property name enclosed in double quotes); "
+        "delete it and run again",
+        f"there is no folder {tmp_path}/absent",
+        f"there is no run under {tmp_path}/empty",
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "detail"), [("failed", "ValueError: no"), ("timeout", ""), ("out_of_memory", "killed"), ("refused", "")]
+)
+def test_a_cell_without_a_result_keeps_its_status(status: str, detail: str, tmp_path: Path):
+    """Also where a result of an earlier try lies in its folder."""
+    write(tmp_path / "done", result())
+    cell(tmp_path / "done", "done")
+    write(tmp_path / "again", result())
+    for name in ("bad", "again"):
+        cell(tmp_path / name, status, detail)
+    found = find([tmp_path])
+    assert [run.folder.name for run in found.runs] == ["done"]
+    told = [(c.folder.name, c.label, c.status, c.reason) for c in found.unfinished]
+    assert told == [(name, f"label of {name}", status, detail) for name in ("again", "bad")]
+
+
+def test_a_cell_that_is_running_counts_as_such(tmp_path: Path):
+    cell(tmp_path / "now", "running")
+    (now,) = find([tmp_path]).unfinished
+    assert (now.status, now.reason) == ("running", "or killed: the sweep knows")
+
+
+def test_schemas_other_than_ours_are_refused_one_by_one(tmp_path: Path):
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"schema": "1"}))
+    with pytest.raises(UserError, match=r"has schema 1, and this version reads schema 1"):
+        read_result(file)
+    file.unlink()
+    with pytest.raises(UserError, match=r"cannot be read \(No such file or directory\)"):
+        read_result(file)
+
+
+def test_lines_of_a_log_that_was_cut(tmp_path: Path):
+    file = tmp_path / "samples.jsonl"
+    assert list(read_lines(file)) == []
+    file.write_bytes(b'{"id": 1}\n[2]\n{"id": "\xff"}\n{"id": 3')
+    assert list(read_lines(file)) == [{"id": 1}, {"id": "�"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        ({"a": {"b": 2}}, 2.0),
+        ({"a": {"b": True}}, None),
+        ({"a": {"b": float("nan")}}, None),
+        ({"a": {"b": float("inf")}}, None),
+        ({"a": {"b": 10**400}}, None),
+        ({"a": {"b": "2"}}, None),
+        ({"a": [2]}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_a_number_is_one_or_null(data: Any, value: float | None):
+    assert number_at(data, "a.b") == value
+
+
+def test_what_is_missing_is_null():
+    assert at({"a": {"b": [1]}}, "a.b") == [1]
+    assert at({"a": None}, "a.b.c") is None

@@ -1,0 +1,149 @@
+"""The tables say what the files say, and texts in them stay texts."""
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decodelab.experiments.report.changes import compare
+from decodelab.experiments.report.load import Found, Run, Unfinished, at
+from decodelab.experiments.report.rows import Value, grouped
+from decodelab.experiments.report.tables import comma_separated, markdown, score, show
+from decodelab.tests.experiments.report.made import interval, quality, result, run, sample, write
+
+CELLS = (Unfinished(run().folder, "drafting=medusa", "out_of_memory", "killed | at <8> GB"),)
+
+
+def rows() -> tuple[Run, ...]:
+    """Ranked: a, c, b; the last is broken."""
+    return (
+        run("a", speedup=interval(3.0, 2.5, 3.5), quality=quality(gsm=0.625, mmlu=0.5)),
+        run("b", config__drafting__max_draft=4, exactness__verdict="broken", status="broken", speedup=interval(9.0)),
+        run("c", config__drafting__max_draft=8, speedup=interval(1.25, n=3), memory__peak_bytes=None),
+    )
+
+
+def terminal(runs: Sequence[Run], cells: Sequence[Unfinished] = (), width: int = 80, against: Any = None) -> list[str]:
+    out = io.StringIO()
+    found = Found(tuple(runs), tuple(cells), ())
+    show(grouped(runs), found, against, Console(file=out, width=width, highlight=False, markup=False))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_the_terminal():
+    lines = terminal(rows(), CELLS)
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "tiny · float32 · demo"
+    assert [" ".join(line.split()) for line in lines[2:7]] == [
+        "strategy speedup [95 %] τ acceptance output",
+        "─" * len(lines[3]),
+        "prompt_lookup max_draft=15 3.00× [2.50, 3.50] 2.20 60 % exact",
+        "prompt_lookup max_draft=8 † 1.25× (n=3) 2.20 60 % exact",
+        "prompt_lookup max_draft=4 9.00× (n=9) 2.20 60 % broken",
+    ]
+    text = "\n".join(lines)
+    assert "0.625 [0.525, 0.725]" in text
+    assert "† dominated: another row of the table is at least as fast" in text
+    assert "baseline: plain decoder" in text
+    assert "drafting=medusa" in text
+    assert "out_of_memory" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_labels_of_any_length_and_missing_numbers_fit(width: int):
+    long = run("long", config__drafting={"_target_": "mylab.x.X", "key": "y" * 150})
+    lines = terminal([long, run("b"), Run(run("empty").folder, {"schema": 1})], width=width)
+    assert max(map(len, lines)) <= width
+
+
+def test_a_wider_terminal_shows_more():
+    wide = "\n".join(terminal(rows(), width=200))
+    for text in ("end to end [95 %]", "1.60× [1.20, 2.00]", "tokens/s", "100.0 ms", "10.0 ms"):
+        assert text in wide
+
+
+def test_markdown():
+    text = markdown(grouped(rows()), Found(rows(), CELLS, ("there is no folder *x*",)), None)
+    lines = text.splitlines()
+    head = next(line for line in lines if line.startswith("| strategy"))
+    first = lines[lines.index(head) + 2]
+    titles, cells = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in (head, first))
+    said = dict(zip(titles, cells, strict=True))
+    assert said["strategy"] == r"prompt\_lookup max\_draft=15"
+    assert said[r"speedup \[95 %\]"] == r"3.00× \[2.50, 3.50\]"
+    assert said[r"end to end \[95 %\]"] == r"1.60× \[1.20, 2.00\]"
+    assert (said["predicted"], said["τ"], said["acceptance"]) == ("1.90×", "2.20", "60 %")
+    assert (said["tokens/s"], said["ttft"], said["tpot"]) == ("100.0", "100.0 ms", "10.0 ms")
+    assert (said["weights"], said["KV cache"], said["peak memory"]) == ("1.0 MiB", "1 KiB", "1.0 GiB")
+    assert said["gsm acc"] == r"0.625 \[0.525, 0.725\]"
+    assert r"| drafting=medusa | out\_of\_memory | killed \| at &lt;8> GB |" in lines
+    assert r"- there is no folder \*x\*" in lines
+    tables = [line for line in lines if line.startswith("|")]
+    assert {line.replace(r"\|", "").count("|") for line in tables[:5]} == {len(titles) + 1}
+
+
+def test_columns_without_a_number_are_left_out():
+    text = markdown(grouped([run(predicted_speedup=None)]), Found((), (), ()), None)
+    assert "predicted" not in text
+    assert "peak memory" in text
+
+
+def test_csv_gives_every_number_back():
+    runs = rows()
+    lines = list(csv.DictReader(io.StringIO(comma_separated(grouped(runs), Found(runs, CELLS, ()), None))))
+    assert [line["folder"] for line in lines] == ["a", "c", "b", "here"]
+    assert [line["strategy"] for line in lines[:2]] == ["prompt_lookup max_draft=15", "prompt_lookup max_draft=8"]
+    assert [line["dominated_by"] for line in lines] == ["", "prompt_lookup max_draft=15", "", ""]
+    by_folder = {line["folder"]: line for line in lines}
+    numbers = 0
+    for one in runs:
+        line = by_folder[str(one.folder)]
+        for path in line.keys() - {"group", "strategy", "dominated_by", "why", "folder"}:
+            if path.startswith("quality."):
+                continue
+            value = at(one.result, path)
+            if isinstance(value, int | float):
+                assert float(line[path]) == value, path
+                numbers += 1
+            else:
+                assert line[path] == ("" if value is None else str(value)), path
+    assert numbers > 50
+    gsm = [by_folder["a"][f"quality.gsm.acc{part}"] for part in ("", ".low", ".high")]
+    assert [float(value) for value in gsm] == [0.625, 0.625 - 0.1, 0.625 + 0.1]
+    assert by_folder["c"]["quality.gsm.acc"] == ""
+    assert (lines[-1]["status"], lines[-1]["why"]) == ("out_of_memory", "killed | at <8> GB")
+
+
+def test_changes_stand_in_all_of_them(tmp_path: Any):
+    """A second against half of it, for ten tokens each."""
+    before, after = (
+        Run(write(tmp_path / name, result(), [sample("p", 1.0, spent)]), result())
+        for name, spent in (("x", 0.5), ("y", 1.0))
+    )
+    against = compare([after], [before], "old", {after.folder: "mine"})
+    found = Found((after,), (), ())
+    (line,) = csv.DictReader(io.StringIO(comma_separated(grouped([after]), found, against)))
+    assert float(line["against.time_per_token.value"]) == 1.0
+    assert (line["against.time_per_token.n"], line["against.folder"]) == ("1", str(before.folder))
+    assert "| mine | 100.0 % slower (n=1) | the same | 1 of 1 | 2.00× |" in markdown(grouped([after]), found, against)
+    lines = terminal([after], against=against)
+    assert max(map(len, lines)) <= 80
+    assert any(
+        line.split() == ["mine", "100.0", "%", "slower", "(n=1)", "the", "same", "1", "of", "1"] for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Value(), "–"),
+        (Value(0.5), "0.500"),
+        (Value(12.3456, 11.0, 13.0), "12.35 [11.00, 13.00]"),
+        (Value(0.5, 0.25, 0.75), "0.500 [0.250, 0.750]"),
+    ],
+)
+def test_scores(value: Value, text: str):
+    assert score(value) == text
