@@ -1,0 +1,215 @@
+"""Medusa (Cai et al. 2024, arXiv:2401.10774): heads on the target's last hidden state, a static tree over their choices.
+
+Head i reads the hidden state from which the target chose the last token and says what comes i + 2 tokens behind that
+row: x + SiLU(W x + b), a residual block or several, then an unembedding, the head's own or the target's. The candidates
+of depth d are the likeliest tokens of head d, whatever precedes them: a tree says which combinations are tried.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
+from ..decoding.errors import UserError
+from ..decoding.model.source import Source
+from ..decoding.noise import Noise
+from ..kernels.linear import Linear
+from .trained import Trained, open_trained
+from .trees import TreeShape, cartesian, optimal, read_tree, shape
+
+FILES = ("medusa.safetensors", "medusa_lm_head.safetensors")
+NODES = 15  # with the root, 16 rows, which cost a CPU little more than one
+# Where nothing was measured: the chance that a head's candidate of rank r is right, falling with rank and depth.
+_GUESS = [[0.6 * 0.85**d * 0.35**r for r in range(10)] for d in range(8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Medusa:
+    """Settings. `path`: a folder or file of heads, ours or in the published layout.
+
+    `tree`: a file of paths, `chain`, the widths of a cartesian tree ([4, 2, 1]), or its paths ([[0], [0, 1], [1]]); null:
+    the one that the heads bring, else a guess of 15 nodes.
+    """
+
+    path: str | None = None
+    tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+
+    needs: ClassVar[Needs] = Needs(taps=("final",))
+
+    @property
+    def heads(self) -> Trained:
+        return _opened(self.path)
+
+    @property
+    def shape(self) -> TreeShape:
+        """Refuses a tree deeper than there are heads (Medusa#63)."""
+        heads = count_heads(self.heads)
+        wanted = self.tree
+        if wanted is None:
+            paths = self.heads.about.get("tree")
+            found = shape(paths) if paths else optimal(_GUESS[:heads], NODES)
+        elif isinstance(wanted, str):
+            found = cartesian([1] * heads) if wanted == "chain" else read_tree(wanted)
+        elif wanted and isinstance(wanted[0], int):
+            found = cartesian([w for w in wanted if isinstance(w, int)])
+        else:
+            found = shape([path for path in wanted if isinstance(path, tuple)])
+        if not len(found) or any(min(path) < 0 for path in found.paths):
+            raise UserError(f"drafting.tree={wanted} is no tree: widths of at least 1, or paths of ranks from 0 on")
+        if found.depth > heads:
+            raise UserError(
+                f"drafting.tree is {found.depth} deep, and there are {heads} heads: a tree of at most {heads}"
+            )
+        return found
+
+    @property
+    def gives(self) -> Gives:
+        found = self.shape
+        return Gives("tree" if found.width > 1 else "chain", len(found), found.depth)
+
+    def check(self, target: Source) -> list[str]:
+        trained = self.heads
+        dim, vocab = target.config.hidden_size, target.config.vocab_size
+        for name, size in trained.shapes.items():
+            if len(size) == 2 and size not in ((dim, dim), (vocab, dim)):
+                raise UserError(
+                    f"{trained.file}: {name} is {list(size)}, but {target.label} has a hidden size of {dim} and a "
+                    f"vocabulary of {vocab}: these heads belong to another model"
+                )
+        if (width := self.shape.width) > vocab:
+            raise UserError(f"drafting.tree tries {width} tokens of a head, but the vocabulary has {vocab}")
+        return trained.check_target(target)
+
+    def build(self, resources: Resources) -> "MedusaDrafter":
+        target = resources.target
+        heads = MedusaHeads.read(self.heads.tensors(), target.unembedding, target.dtype, target.device)
+        return MedusaDrafter(heads, self.shape)
+
+
+@lru_cache(maxsize=4)
+def _read_header(path: str, modified: float) -> Trained:
+    return open_trained(path, "medusa", FILES)
+
+
+def _opened(path: str | None) -> Trained:
+    """Settings are asked for their shape more than once; a header is read once a version of the file."""
+    if path is None or not Path(path).expanduser().exists():
+        return open_trained(path, "medusa", FILES)
+    return _read_header(path, Path(path).expanduser().stat().st_mtime)
+
+
+def count_heads(trained: Trained) -> int:
+    """Refuses a file without heads."""
+    numbers = {int(name.split(".")[0]) for name in map(_bare, trained.shapes) if name.split(".")[0].isdigit()}
+    if numbers != set(range(len(numbers))) or not numbers:
+        raise UserError(
+            f"{trained.file} holds no Medusa heads: its tensors are {', '.join(list(trained.shapes)[:4])} …"
+        )
+    return len(numbers)
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("medusa_head.").removeprefix("heads.")
+
+
+@dataclass(frozen=True)
+class MedusaHeads:
+    """`blocks[i][j]`: residual block j of head i; `unembeddings`: one a head, or one that all share."""
+
+    blocks: tuple[tuple[Linear, ...], ...]
+    unembeddings: tuple[Linear, ...]
+
+    @staticmethod
+    def read(
+        tensors: Mapping[str, Tensor], unembedding: Linear, dtype: torch.dtype, device: torch.device
+    ) -> "MedusaHeads":
+        """The published layout: `i.j.linear.weight` and `.bias` of residual block j of head i, and `i.J.weight` behind
+        the last of them, the head's own unembedding; without it the target's is shared."""
+        named = {_bare(name): tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        heads = 1 + max(int(name.split(".")[0]) for name in named)
+        blocks, own = [], []
+        for i in range(heads):
+            layers = []
+            while (weight := named.get(f"{i}.{len(layers)}.linear.weight")) is not None:
+                layers.append(Linear(weight, named.get(f"{i}.{len(layers)}.linear.bias")))
+            blocks.append(tuple(layers))
+            if (weight := named.get(f"{i}.{len(layers)}.weight")) is not None:
+                own.append(Linear(weight))
+        if len(own) not in (0, heads):
+            raise UserError(f"{len(own)} of {heads} Medusa heads have an unembedding of their own: all or none may")
+        return MedusaHeads(tuple(blocks), tuple(own) or (unembedding,))
+
+    def __call__(self, hidden: Float[Tensor, "B dim"]) -> Float[Tensor, "H B V"]:
+        states = []
+        for blocks in self.blocks:
+            x = hidden
+            for block in blocks:
+                x = x + F.silu(block(x))
+            states.append(x)
+        if len(self.unembeddings) == len(self.blocks) > 1:
+            return torch.stack([out(x) for out, x in zip(self.unembeddings, states, strict=True)])
+        H, B = len(states), hidden.shape[0]
+        return self.unembeddings[0](torch.cat(states)).view(H, B, -1)
+
+
+@dataclass(slots=True)
+class State:
+    """`hidden` [dim]: of the row that the last token was chosen from."""
+
+    length: int
+    hidden: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MedusaDrafter:
+    """The heads and the tree that their tokens fill."""
+
+    heads: MedusaHeads
+    shape: TreeShape
+
+    sources: ClassVar[tuple[str, ...]] = ("medusa",)
+    needs: ClassVar[Needs] = Medusa.needs
+
+    @property
+    def gives(self) -> Gives:
+        return Gives("tree" if self.shape.width > 1 else "chain", len(self.shape), self.shape.depth)
+
+    def start(self, requests: Sequence[Opened]) -> list[State]:
+        return [State(len(r.prompt)) for r in requests]
+
+    def propose(self, states: Sequence[State], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]:
+        drafts = [EMPTY] * len(states)
+        asked = [i for i, (s, r) in enumerate(zip(states, room, strict=True)) if s.hidden is not None and r.chain]
+        if not asked:
+            return drafts
+        logits = self.heads(torch.stack([h for i in asked if (h := states[i].hidden) is not None]))
+        best = logits.topk(self.shape.width, -1).indices.tolist()
+        for b, i in enumerate(asked):
+            part = self.shape.cut(room[i].rows, room[i].depth)
+            drafts[i] = tree([best[len(path) - 1][b][path[-1]] for path in part.paths], part.parents)
+        return drafts
+
+    def observe(self, states: Sequence[State], seen: Sequence[Seen]) -> list[State]:
+        for s, news in zip(states, seen, strict=True):
+            s.length = news.position + len(news.tokens)
+            if news.prefill:
+                s.hidden = news.hidden["final"][-1] if news.hidden else None
+            elif news.committed:
+                s.hidden = news.committed["final"][-1]
+        return list(states)
+
+    def finish(self, state: State) -> None:
+        pass
+
+
+def note(target: Source, **about: Any) -> dict[str, str]:
+    """The metadata of a file of heads."""
+    return {"decodelab": json.dumps({"kind": "medusa", "target": target.digest, "target_label": target.label, **about})}

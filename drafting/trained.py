@@ -1,0 +1,78 @@
+"""What a drafter learnt for one target: tensors in a safetensors file, with a note of what they are and of whose."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..decoding.errors import UserError
+from ..decoding.model.source import Source
+
+NOTE = "decodelab"  # the key of our note in a file's metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The header of a trained part. `about`: our note (kind, target's digest, sizes), or the folder's config.json where
+    it is another project's. `shapes`: by tensor."""
+
+    file: Path
+    about: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    ours: bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        with safe_open(self.file, framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in self.shapes}
+
+    def check_target(self, target: Source) -> list[str]:
+        """Refuses a part of another target; warns where nobody noted whose it is."""
+        if (digest := self.about.get("target")) is None:
+            return [f"{self.file} does not say which model it belongs to: with another one its drafts are worthless"]
+        if digest != target.digest:
+            told = self.about.get("target_label", "another model")
+            raise UserError(
+                f"{self.file} was trained for {told} (weights {str(digest)[:12]}), not for {target.label} "
+                f"({target.digest[:12]}): train one for it, or name its own model"
+            )
+        return []
+
+
+def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained:
+    """A file, or a folder with one of `names` in it. Reads the header alone; pickled files are never read."""
+    if path is None:
+        raise UserError(f"drafting={kind} has no weights: name a folder or a safetensors file with drafting.path=")
+    where = Path(path).expanduser()
+    file = where
+    if where.is_dir():
+        found = [where / name for name in names if (where / name).is_file()]
+        if not found:
+            pickled = next((p.name for p in where.iterdir() if p.suffix in (".pt", ".bin", ".pth")), None)
+            rest = f"; {pickled} is pickled and not read: convert it to safetensors" if pickled else ""
+            raise UserError(f"drafting.path={path} holds none of {', '.join(names)}{rest}")
+        file = found[0]
+    elif not where.exists():
+        raise UserError(f"drafting.path={path} does not exist; it is a folder or a safetensors file")
+    elif where.suffix != ".safetensors":
+        raise UserError(f"drafting.path={path} is no safetensors file; pickled files are not read, convert them")
+    try:
+        with safe_open(file, framework="pt") as stored:
+            note = (stored.metadata() or {}).get(NOTE)
+            shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        about = json.loads(note) if note is not None else _config(file.parent)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read ({' '.join(str(error).split())[:200]}): fetch or train it again"
+        ) from None
+    if note is not None and about.get("kind") != kind:
+        raise UserError(f"{file} holds {about.get('kind')}, not {kind}: choose drafting={about.get('kind')}")
+    return Trained(file, about, shapes, note is not None)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
