@@ -157,9 +157,9 @@ class Sweep:
         file = self.folder / SWEEP
         with suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(file.read_text(encoding="utf-8"))["id"])
-        made = {"schema": 1, "id": uuid.uuid4().hex[:8], "started_at": _now()}
-        write_atomic(file, json.dumps(made, indent=1) + "\n")
-        return made["id"]
+        made = uuid.uuid4().hex[:8]
+        write_atomic(file, json.dumps({"schema": 1, "id": made, "started_at": _now()}, indent=1) + "\n")
+        return made
 
     def _recover(self) -> dict[str, list[float]]:
         """Write down what a killed sweep left unsaid. The seconds of the cells that are done, by group."""

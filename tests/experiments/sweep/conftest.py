@@ -50,6 +50,7 @@ class Stage:
 
     def start(self, group: str, log: Path, keep: Sequence[int] = ()) -> "Worker":
         log.touch()
+        assert [os.fstat(fd).st_ino for fd in keep] == [(self.folder / ".lock").stat().st_ino]  # it holds the lock too
         self.started.append(group)
         return Worker(group, self)
 
