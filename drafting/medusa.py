@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024, arXiv:2401.10774): heads on the target's last hidden state, a static tree over their choices.
+"""Medusa (Cai et al. 2024, arXiv:2401.10774): heads on the target's last hidden state, and a static tree of candidates.
 
 Head i reads the hidden state from which the target chose the last token and says what comes i + 2 tokens behind that
 row: x + SiLU(W x + b), a residual block or several, then an unembedding, the head's own or the target's. The candidates
@@ -35,8 +35,8 @@ _GUESS = [[0.6 * 0.85**d * 0.35**r for r in range(10)] for d in range(8)]
 class Medusa:
     """Settings. `path`: a folder or file of heads, ours or in the published layout.
 
-    `tree`: a file of paths, `chain`, the widths of a cartesian tree ([4, 2, 1]), or its paths ([[0], [0, 1], [1]]); null:
-    the one that the heads bring, else a guess of 15 nodes.
+    `tree`: a file of paths, `chain`, the widths of a cartesian tree ([4, 2, 1]), or its paths ([[0], [0, 1], [1]]);
+    null: the one that the heads bring, else a guess of 15 nodes.
     """
 
     path: str | None = None

@@ -65,8 +65,8 @@ def cartesian(widths: Sequence[int]) -> TreeShape:
 
 
 def optimal(accept: Sequence[Sequence[float]], nodes: int) -> TreeShape:
-    """The tree of `nodes` nodes that keeps most tokens on average, where the candidate of rank r at depth d is right with
-    probability `accept[d][r]` if the path to it was.
+    """The tree of `nodes` nodes that keeps most tokens on average, where the candidate of rank r at depth d is right
+    with probability `accept[d][r]` if the path to it was.
 
     Sequoia (arXiv:2402.12374) finds it by dynamic programming over sizes. With these probabilities the value of a tree
     is the sum over its nodes of the product along their path, which never grows with depth: taking the likeliest node

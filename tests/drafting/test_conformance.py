@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from decodelab import testing
 from decodelab.decoding.draft import Resources
 from decodelab.drafting.draft_model import DraftModel, ModelDrafter
+from decodelab.drafting.medusa import MedusaDrafter, MedusaHeads
+from decodelab.drafting.trees import cartesian
 from decodelab.experiments.compose import described, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.tests.tiny import tiny_decoder
@@ -29,13 +32,29 @@ class WithTinyModel:
         return ModelDrafter(self.settings, model, config.vocab, resources.law)
 
 
-# What a drafter needs beside its YAML, by its name: from the settings, an object whose `build` makes the drafter.
-BUILDERS: dict[str, Callable[..., object]] = {"draft_model": WithTinyModel}
+@dataclass(frozen=True)
+class WithRandomHeads:
+    """Medusa heads that know nothing: what they are for is in test_medusa.py."""
+
+    def build(self, resources: Resources) -> MedusaDrafter:
+        target, draws = resources.target, torch.Generator().manual_seed(0)
+        dim = target.config.dim
+        tensors = {f"{i}.0.linear.weight": torch.randn(dim, dim, generator=draws) for i in range(3)}
+        heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)
+        return MedusaDrafter(heads, cartesian([3, 2, 1]))
+
+
+# Drafters that need more than their YAML says, by name: an object whose `build` makes the drafter.
+BUILDERS: dict[str, Callable[[], object]] = {
+    "draft_model": lambda: WithTinyModel(DraftModel()),
+    "medusa": WithRandomHeads,
+}
 
 
 def _configured(name: str) -> object:
-    settings = Constructor().build(described("drafting", name, OPTIONS), object, "drafting")
-    return BUILDERS[name](settings) if name in BUILDERS else settings
+    if name in BUILDERS:
+        return BUILDERS[name]()
+    return Constructor().build(described("drafting", name, OPTIONS), object, "drafting")
 
 
 @pytest.mark.parametrize("check", testing.DRAFTER_CHECKS, ids=lambda check: check.__name__)
