@@ -17,7 +17,7 @@ from decodelab.experiments.compose import CONFIGS, compose, defaults, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.experiments.tasks import TaskSettings
 
-OPTIONS = [(group, option) for group, options in groups().items() for option in options]
+OPTIONS = [(group, option) for group, options in groups().items() if group != "experiment" for option in options]
 TOP = (
     "model, drafting, acceptance, task, quality, tracking, dtype, device, threads, seed, batch, timing, profile, "
     "compare_hf, tasks, against, output, cell, stop_after_failures, budget_hours, rerun, sweep, search, trusted"
@@ -25,6 +25,7 @@ TOP = (
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
 MODELS = ", ".join(groups()["model"])
 DRAFTERS = ", ".join(groups()["drafting"])
+EXPERIMENTS = ", ".join(groups()["experiment"])
 RULES = ", ".join(groups()["acceptance"])
 WARM = ", ".join(option for option, file in groups()["acceptance"].items() if "\ntemperature:" in file.read_text())
 
@@ -98,9 +99,7 @@ def test_every_option_is_built_and_lists_every_key(group, option):
 
 
 def test_every_group_has_a_folder_and_a_default():
-    assert {folder.name for folder in CONFIGS.iterdir() if list(folder.glob("*.yaml"))} == set(defaults()) - {
-        "experiment"
-    }
+    assert {folder.name for folder in CONFIGS.iterdir() if list(folder.glob("*.yaml"))} == set(defaults())
     assert all(option in groups()[group] for group, option in defaults().items() if group != "experiment")
 
 
@@ -169,7 +168,7 @@ def test_interpolations_are_resolved():
         (["task=a.jsonl"], "task=a.jsonl is unknown: options are demo, file; a file goes in task.path=a.jsonl"),
         (
             ["experiment=e"],
-            "experiment=e is unknown: experiment has no options; --config-dir DIR adds DIR/experiment/*.yaml",
+            f"experiment=e is unknown: options are {EXPERIMENTS}; --config-dir DIR adds DIR/experiment/*.yaml",
         ),
         (
             ["task/path=x"],

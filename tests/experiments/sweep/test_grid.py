@@ -4,17 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.compose import Composer, compose
+from decodelab.experiments.composition import resolve
 from decodelab.experiments.sweep.grid import Cell, composed, expand
+from decodelab.experiments.sweep.search import check_space
 
 PAIR = "{drafting: none}, {drafting: prompt_lookup, drafting.max_draft: [4, 8]}"
-
-
-@pytest.fixture(scope="module")
-def composer() -> Composer:
-    return Composer()
 
 
 def labels(*words: str, composer: Composer, multirun: bool = True) -> list[str]:
@@ -86,8 +84,6 @@ VALUES = [True, None, 3, 1e-05, "a b", "it's", 'say "x"', "true", "C:\\d", "a/b.
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_of_a_file_arrives_as_it_is(value: object, tmp_path: Path):
-    import yaml
-
     (tmp_path / "experiment").mkdir()
     content = {"sweep": [{"output": [value]}]}
     (tmp_path / "experiment" / "e.yaml").write_text("# @package _global_\n" + yaml.safe_dump(content))
@@ -188,3 +184,27 @@ def test_hundreds_of_cells_are_composed_from_few_choices(composer: Composer, mon
     composed(cells, fresh)
     assert len(cells) == 120
     assert len(fresh._chosen) == len(set(chosen)) == 3
+
+
+@pytest.mark.parametrize("name", Composer().options["experiment"])
+def test_every_experiment_composes_and_none_of_its_cells_is_refused(name: str, composer: Composer):
+    cells = expand([f"experiment={name}"], composer, multirun=False)
+    configs = composed(cells, composer)
+    assert len({cell.label for cell in cells}) == len({str(config.resolved) for config in configs}) == len(cells)
+    for cell, config in zip(cells, configs, strict=True):
+        assert resolve(config).verdict != "refused", cell.label
+        if config.search is not None:
+            check_space(config, cell.overrides, composer)
+    second = composer.options["experiment"][name].read_text().splitlines()[1]
+    assert re.fullmatch("# .+[.!?]", second)  # `--help` shows it
+
+
+def test_every_drafter_is_in_an_experiment(composer: Composer):
+    """One that needs nothing but the target belongs in drafters.yaml, one that drafts with a model in pair.yaml; trained
+    parts have a path, and are of one target."""
+    cells = [cell for name in ("drafters", "pair") for cell in expand([f"experiment={name}"], composer)]
+    swept = {config.resolved["drafting"]["_target_"] for config in composed(cells, composer)}
+    files = composer.options["drafting"].values()
+    contents = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+    untrained = {name: content["_target_"] for name, content in contents.items() if "path" not in content}
+    assert {name for name, target in untrained.items() if target not in swept} == set()
