@@ -149,8 +149,8 @@ def _claims(words: Sequence[str]) -> int:
     output = _writable(asked)
     listed = claims(found.runs)
     console = Console(highlight=False, markup=False)
-    for line in text(listed):
-        console.print(line)
+    for line in text(listed, console.width):
+        console.print(line, soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     _write(output / "claims.md", markdown(listed))
