@@ -25,7 +25,7 @@ USAGE = "decodelab JOB [KEY=VALUE …] [--config-dir DIR] [--cfg job] [-m]"
 OPTIONS: Mapping[str, str] = {
     "--config-dir DIR": "more YAML, in folders named like the groups: DIR/drafting/mine.yaml is drafting=mine",
     "--cfg job": "print the configuration and stop",
-    "-m, --multirun": "run every combination of a,b and range(1,4), one after the other",
+    "-m, --multirun": "run every combination of a,b and range(1,4), one after the other; sweep= needs no -m",
     "--help": "this text; with drafting=reference it lists that option's keys",
     "--version": "the version",
 }
@@ -34,8 +34,11 @@ EXAMPLES = (
     "decodelab check drafting=reference task.path=edits.jsonl  would that work?",
     "decodelab run acceptance=sampling acceptance.temperature=0.7 task.limit=20",
     "decodelab run model=qwen2.5-coder-1.5b drafting=draft_model drafting.model.name=qwen2.5-coder-0.5b",
+    "decodelab run experiment=drafters task.path=edits.jsonl task.limit=5",
+    "decodelab run 'sweep=[{drafting: none}, {drafting: prompt_lookup, drafting.max_draft: [4, 8]}]'",
     "decodelab run -m acceptance=greedy,sampling 'drafting.max_draft=range(4,17,4)'",
 )
+_NO_KEYS = ("_target_:", "# @package")  # lines of a YAML file that a command line does not set
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -281,13 +284,23 @@ def help_text(words: Words) -> str:
     lines += ["", "GROUPS: GROUP=OPTION (* taken here)"]
     for group, options in found.items():
         names = [f"{option}*" if option == taken.get(group) else option for option in options]
-        text = ", ".join(names) or "of yours: DIR/experiment/NAME.yaml with --config-dir DIR"
-        lines += textwrap.wrap(f"  {group:12}{text}", 116, subsequent_indent=" " * 14, break_on_hyphens=False)
+        text = f"  {group:12}{', '.join(names)}"
+        lines += textwrap.wrap(text, 116, subsequent_indent=" " * 14, break_on_hyphens=False)
+    lines += ["", "EXPERIMENTS: runs and sweeps kept as files; --config-dir DIR adds DIR/experiment/*.yaml"]
+    for name, file in found["experiment"].items():
+        lines += textwrap.wrap(f"  {name:12}{_about(file)}", 116, subsequent_indent=" " * 14)
     lines += ["", "KEYS, with their defaults", *_keys(CONFIGS / "run.yaml")]
     for group, name in taken.items():
         if name is not None:
-            lines += ["", f"{group.upper()}: {group}.KEY=VALUE, with {group}={name}", *_keys(found[group][name])]
+            head = "" if group == "experiment" else f"{group}.KEY=VALUE, with "
+            lines += ["", f"{group.upper()}: {head}{group}={name}", *_keys(found[group][name])]
     return "\n".join([*lines, "", "EXAMPLES", *(f"  {example}" for example in EXAMPLES)])
+
+
+def _about(file: Path) -> str:
+    """The first comment of an experiment, behind the line that Hydra reads."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line), "")
 
 
 def _keys(file: Path) -> list[str]:
@@ -295,4 +308,4 @@ def _keys(file: Path) -> list[str]:
     text = file.read_text(encoding="utf-8")
     if file.parent == CONFIGS:
         text = text.partition("\n\n")[2]  # behind the list of groups
-    return [f"  {line}" for line in text.splitlines() if line.strip() and not line.lstrip(" -").startswith("_target_:")]
+    return [f"  {line}" for line in text.splitlines() if line.strip() and not line.lstrip(" -").startswith(_NO_KEYS)]

@@ -202,6 +202,15 @@ def test_help_names_jobs_options_keys_and_examples(argv, capsys):
     assert text.rstrip().endswith(EXAMPLES[-1])
 
 
+def test_help_lists_the_experiments(capsys):
+    assert main(["run", "experiment=smoke", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "\n  smoke       Seconds: does everything work here? Two demo prompts, three drafters.\n" in text
+    assert "\nEXPERIMENT: experiment=smoke\n" in text
+    assert "\n    drafting: [none, prompt_lookup, reference]\n" in text
+    assert "@package" not in text
+
+
 def test_help_follows_the_chosen_options(capsys):
     assert main(["run", "drafting=draft_model", "acceptance=sampling", "--help"]) == 0
     text = capsys.readouterr().out

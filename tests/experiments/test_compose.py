@@ -13,10 +13,11 @@ from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.source import ModelSpec
 from decodelab.drafting.draft_model import DraftModel, DraftSpec
 from decodelab.drafting.none import Nothing
-from decodelab.experiments.compose import CONFIGS, compose, defaults, groups
+from decodelab.experiments.compose import CONFIGS, Composer, compose, defaults, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.experiments.tasks import TaskSettings
 
+SHIPPED = Composer()  # reads each YAML once
 OPTIONS = [(group, option) for group, options in groups().items() if group != "experiment" for option in options]
 TOP = (
     "model, drafting, acceptance, task, quality, tracking, dtype, device, threads, seed, batch, timing, profile, "
@@ -76,7 +77,7 @@ def mylab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def the_line(*overrides: str, config_dirs=()) -> str:
     with pytest.raises(UserError, match=r"^[^\n]+$") as caught:
-        compose(overrides, config_dirs)
+        (Composer(config_dirs) if config_dirs else SHIPPED).compose(overrides)
     return str(caught.value)
 
 
@@ -93,7 +94,7 @@ def test_the_default():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_is_built_and_lists_every_key(group, option):
-    config = compose([f"{group}={option}"])
+    config = SHIPPED.compose([f"{group}={option}"])
     keys = set(config.resolved[group]) - {"_target_"}
     assert keys == set(inspect.signature(type(getattr(config, group))).parameters)
 

@@ -200,7 +200,7 @@ def test_every_experiment_composes_and_none_of_its_cells_is_refused(name: str, c
 
 
 def test_every_drafter_is_in_an_experiment(composer: Composer):
-    """One that needs nothing but the target belongs in drafters.yaml, one that drafts with a model in pair.yaml; trained
+    """One that needs the target alone belongs in drafters.yaml, one that drafts with a model in pair.yaml; trained
     parts have a path, and are of one target."""
     cells = [cell for name in ("drafters", "pair") for cell in expand([f"experiment={name}"], composer)]
     swept = {config.resolved["drafting"]["_target_"] for config in composed(cells, composer)}
