@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 
@@ -20,7 +21,7 @@ from .tasks import OwnTask
 Chat = Callable[..., str]
 
 
-class FileTask(ConfigurableTask):  # type: ignore[misc]
+class FileTask(ConfigurableTask):
     """`own` as lm-eval asks it. Documents hold `number`, `id`, `category` and the `row` as JSON.
 
     Plain: the system prompt, the solved examples and the context, blank lines between. Chat: a conversation of the
@@ -87,6 +88,7 @@ class FileTask(ConfigurableTask):  # type: ignore[misc]
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str | list[str], **kwargs: Any) -> list[Instance]:
         question = self.own.question(doc)
+        asked: list[tuple[Any, ...]]
         if self.own.kind == "generate":
             kind, asked = "generate_until", [(ctx, dict(self.config.generation_kwargs))]
         elif self.own.kind == "perplexity":
@@ -101,13 +103,17 @@ class FileTask(ConfigurableTask):  # type: ignore[misc]
         return self.own.question(doc).contexts[0]
 
     def _gold(self, doc: Mapping[str, Any]) -> Any:
-        return self.own.question(doc).gold
+        question = self.own.question(doc)
+        return question.choices[0] if len(question.choices) == 1 else question.gold
 
     def _scores(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """By metric a number, or what the aggregation takes: (log-likelihood, words or bytes)."""
         question = self.own.question(doc)
         if self.own.scorer is not None:
-            return dict(self.own.scorer(results[0], question.row))
+            scores = dict(self.own.scorer(results[0], question.row))
+            for name in scores.keys() - self._aggregation_list.keys():  # a function gives what it likes
+                self._aggregation_list[name], self._higher_is_better[name] = mean, self.own.higher_is_better
+            return scores
         if self.own.kind == "perplexity":
             (text,) = question.continuations
             words, size = self.count_words(text), self.count_bytes(text)
@@ -149,9 +155,9 @@ def _named(name: str, manager: TaskManager, settings: QualitySettings) -> dict[s
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", settings.shots)
         if task.OUTPUT_TYPE == "generate_until":
-            told = task.get_config("generation_kwargs") or {}
-            if not {"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"} & told.keys():
-                task.set_config("generation_kwargs", told | {"max_gen_toks": settings.max_new_tokens})
+            options = task.get_config("generation_kwargs") or {}
+            if not {"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"} & options.keys():
+                task.set_config("generation_kwargs", options | {"max_gen_toks": settings.max_new_tokens})
     return found
 
 

@@ -252,6 +252,7 @@ def _generation(
     scorer = build_scorer(given, trusted)
     for row in rows:
         scorer.check(row)
+    stop: tuple[str, ...]
     short = isinstance(scorer, Text) and not any("\n" in gold for row in rows for gold in golds(row))
     if prompt is not None:
         made = prompt

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lm_eval.api.model import LM
+from lm_eval.evaluator import evaluate
 
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.quality import harness
@@ -104,6 +106,7 @@ def test_a_gap_in_some_rows_is_none(read):
 def test_the_last_word_follows_its_context(read):
     own = read({"context": "He came home to his ", "target": "wife"})
     assert asked(own) == [("He came home to his", " wife")]
+    assert FileTask(own).doc_to_target({"number": 0}) == "wife"
     assert (own.kind, own.main, own.higher_is_better) == ("multiple_choice", "acc", True)
     assert score(own, (-2.0, True)) == {"acc": 1.0, "perplexity": -2.0}
     assert score(own, (-1.0, False)) == {"acc": 0.0, "perplexity": -1.0}
@@ -239,7 +242,9 @@ def test_a_scorer_is_chosen_and_sees_the_row(read, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     scorer = {"name": "chosenlab.of", "main": "x", "higher_is_better": False}
     own = read({"question": "q", "n": 3}, scorer=scorer, trusted=("chosenlab",))
-    assert score(own, "four") == {"x": 4.0, "y": 3.0}
+    task = FileTask(own)
+    assert task.process_results({"number": 0}, ["four"]) == {"x": 4.0, "y": 3.0}
+    assert task.aggregation()["y"]([1, 2]) == 1.5
     assert (own.main, own.higher_is_better, own.questions[0].gold) == ("x", False, None)
     with pytest.raises(UserError, match=r"scorer=chosenlab\.of is refused"):
         read({"question": "q", "n": 3}, scorer="chosenlab.of")
@@ -467,6 +472,28 @@ def test_a_task_whose_data_is_gone_and_a_folder_that_is_none_are_one_line(folder
         build_tasks(QualitySettings(tasks=("sums",), include=(folder,)), None, ())
     with pytest.raises(UserError, match=r"quality\.include='.*none' is no folder"):
         build_tasks(QualitySettings(tasks=("sums",), include=(str(tmp_path / "none"),)), None, ())
+
+
+def test_lm_eval_asks_and_scores_each_kind(read):
+    """Through its own evaluation: every kind of request, and metrics that only a function knows."""
+
+    class Model(LM):
+        def loglikelihood(self, requests):
+            return [(-float(len(r.args[1])), True) for r in requests]
+
+        def loglikelihood_rolling(self, requests):
+            return [-8.0 for _ in requests]
+
+        def generate_until(self, requests):
+            return [r.args[0].split("?")[0].split()[-1] for r in requests]
+
+    rows = [[CHOICES, CHOICES], [{"context": "a", "target": "b"}], [{"text": "One two"}], numbered(2)]
+    tasks = {str(i): FileTask(replace(read(*row), name=str(i))) for i, row in enumerate(rows)}
+    found = evaluate(Model(), tasks, bootstrap_iters=0)["results"]
+    assert found["0"]["acc,none"] == 0
+    assert found["1"] | {"acc,none": 1.0, "perplexity,none": pytest.approx(np.exp(2))} == found["1"]
+    assert found["2"]["word_perplexity,none"] == pytest.approx(np.exp(4))
+    assert found["3"]["exact_match,none"] == 1
 
 
 def test_without_lm_eval_its_extra_is_named(monkeypatch):
