@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Part = str | Mapping[str, Any]
+QualityTask = str | Mapping[str, Any] | TaskSpec
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def compare(
 
 def evaluate(
     lm: LanguageModel,
-    tasks: Sequence[str | Mapping[str, Any] | TaskSpec],
+    tasks: QualityTask | Sequence[QualityTask],
     *,
     drafting: Part | DrafterSettings = "prompt_lookup",
     acceptance: Part | Acceptance = "greedy",
@@ -281,7 +282,7 @@ def evaluate(
     started, load_before = datetime.now(UTC), load_average()
     settings = part("drafting", drafting, DrafterSettings)
     rule = part("acceptance", acceptance, Acceptance)
-    given = {"tasks": [tasks] if isinstance(tasks, str | Mapping) else list(tasks), **options}
+    given = {"tasks": [tasks] if isinstance(tasks, str | Mapping | TaskSpec) else list(tasks), **options}
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
     quality = Constructor(tuple(trusted)).call(QualitySettings, listed, "quality")
     if not quality.tasks:

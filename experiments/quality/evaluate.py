@@ -361,7 +361,8 @@ def _row(name: str, task: "Task", item: Item) -> dict[str, Any]:
         "id": sample["doc"].get("id", sample["doc_id"]) if question is None else question.id,
         "repeat": item.repeat,
         "category": sample["doc"].get("category") if question is None else question.category,
-        "doc_hash": sample["doc_hash"],
+        # of what stands in the row, wherever that is in its file
+        "doc_hash": sample["doc_hash"] if own is None else hashlib.sha256(sample["doc"]["row"].encode()).hexdigest(),
         "prompt_hash": sample["prompt_hash"],
         "prompt": "" if task.OUTPUT_TYPE == "loglikelihood_rolling" else sample["arguments"][0][0],
         "gold": sample["target"],

@@ -379,6 +379,20 @@ def test_quality_against_a_run_that_was_kept(
         decodelab.evaluate(lm, tasks, acceptance=WARM, against=tmp_path / "first")
 
 
+def test_an_item_stays_itself_wherever_it_stands_in_its_file(
+    lm: LanguageModel, questions: dict[str, str], tmp_path: Path
+):
+    decodelab.evaluate(lm, questions, output=tmp_path / "first")
+    file = Path(questions["path"])
+    row = {"id": "new", "question": "what is new?", "choices": [" ab", " cd"], "answer": 0}
+    file.write_text(json.dumps(row) + "\n" + file.read_text())
+    with pytest.raises(UserError, match=r"digest is .*allow=\[task\]$"):
+        decodelab.evaluate(lm, questions, against=tmp_path / "first")
+    found = decodelab.evaluate(lm, questions, against=tmp_path / "first", allow=["task"])["quality"]["against"]
+    task = found["tasks"]["choose"]
+    assert (task["n"], task["unpaired"], task["metrics"]["acc"]["changed"]) == (6, {"mine": 1, "reference": 0}, 0)
+
+
 def test_quality_leaves_no_files_unless_it_is_told_where(lm: LanguageModel, questions: dict[str, str], tmp_path: Path):
     found = decodelab.evaluate(lm, [questions], limit=2)
     assert found["quality"]["tasks"]["choose"]["n"] == 2

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
-from math import comb, exp, log
+from math import comb, exp, expm1, log
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.quality.against import RunQuality, compare, compare_folders, flips, read_quality, refuse
-from decodelab.experiments.statistics import detectable_flips, mcnemar, mean_interval, score_interval
+from decodelab.experiments.statistics import detectable_flips, detectable_mean, mcnemar, mean_interval, score_interval
 from decodelab.experiments.table import comparison
 
 SETTINGS = {
@@ -161,7 +161,11 @@ def test_perplexities_are_compared_as_a_ratio_of_whole_texts():
     assert (found["reference"], found["mine"], found["value"]) == pytest.approx((whole, whole * ratio, ratio))
     assert 1.0 < found["low"] < ratio < found["high"] < 1.3
     assert found["p"] == pytest.approx(2 / 2**5)  # five texts, all worse
-    assert found["detectable"] > 0
+    # on the logarithms, as a ratio of sums varies, and told as a relative difference
+    logs, weights = np.log(growth), np.array(words)
+    assert found["detectable"] == pytest.approx(
+        expm1(detectable_mean(weights * (logs - log(ratio)) / weights.mean()) or 0.0)
+    )
 
 
 def test_metrics_of_items_are_all_compared_and_those_of_a_corpus_are_not():
