@@ -199,9 +199,11 @@ def _quality(found: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _score(found: Mapping[str, Any]) -> str:
-    if found["low"] is None:
-        return number(found["value"], 3)
-    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    value, low, high = (
+        None if found[key] is None else f"{found[key]:.3f}" if abs(found[key]) < 1e4 else f"{found[key]:.2e}"
+        for key in ("value", "low", "high")
+    )
+    return value or "–" if low is None else f"{value} [{low}, {high}]"
 
 
 def _transformers(r: Mapping[str, Any]) -> Table:

@@ -1,7 +1,6 @@
 """The model that lm-eval asks: its answers are lm-eval's own model's, and what only it can do."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lm_eval.api.instance import Instance
+from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +26,8 @@ from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.quality import lm as module
 from decodelab.experiments.quality.lm import DecodelabLM, before, without_thoughts
+from decodelab.experiments.quality.settings import QualitySettings, TaskSpec
+from decodelab.experiments.quality.tasks import build_tasks
 from decodelab.tests.decoding.model.checkpoints import END, START, tiny_byte_tokenizer, tiny_model
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.experiments.tiny_lab import tiny_lab
@@ -161,8 +163,9 @@ def test_generations_are_those_of_lm_evals_own_model(batch: int, monkeypatch: py
     assert ended == {True, False}
 
 
-def test_repeats_draw_anew_and_each_again_the_same():
+def test_repeats_draw_anew_and_each_again_the_same(monkeypatch: pytest.MonkeyPatch):
     """In any batch; equal prompts of one pass are drawn apart, too."""
+    unchecked(monkeypatch)
     lab = tiny_lab(rule=Sampling(temperature=2.0))
     asked = asks("generate_until", *((text, {"until": [], "max_gen_toks": 12}) for text in ("ab", "cd", "ab")))
 
@@ -260,7 +263,7 @@ def test_no_second_bos_and_the_chat_template_of_the_tokenizer_or_of_the_user():
     assert lm.tok_encode(lm.apply_chat_template(talk))[:2] == tokenizer.convert_tokens_to_ids([START, "h"])
     assert DecodelabLM(lab, template="{{ messages[0].content }}!").apply_chat_template(talk) == "hi!"
     refusing = DecodelabLM(lab, template="{{ raise_exception('no user') }}")
-    with pytest.raises(UserError, match="the chat template refuses a conversation .no user.; quality.template=FILE"):
+    with pytest.raises(UserError, match=r"the chat template refuses a conversation \(no user\); quality.template=FILE"):
         refusing.apply_chat_template(talk)
 
 
@@ -270,3 +273,29 @@ def test_an_answer_as_long_as_the_context_is_refused():
         DecodelabLM(lab).generate_until(asks("generate_until", ("ab", {"max_gen_toks": 16})))
 
 
+def test_scores_of_a_real_model_are_those_of_lm_evals_own(shared: Path, real_cache: Path):
+    """SmolLM2 in float32, 8 items of a choice and of a generation task: each likelihood, each text, each score."""
+    settings = QualitySettings(
+        tasks=(
+            TaskSpec(str(shared / "data" / "mc" / "openbookqa.jsonl")),
+            TaskSpec(str(shared / "data" / "qa" / "svamp.jsonl"), max_new_tokens=16),
+        ),
+        limit=8,
+    )
+    source = open_source(ModelSpec("smollm2-135m"))
+    lab = Lab(source, load_decoder(source, dtype=torch.float32), PromptLookup(), Greedy())
+    (folder,) = (real_cache / "gguf").glob(f"{source.digest}-*")
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = HFLM(pretrained=peer, tokenizer=source.tokenizer, batch_size=1, softmax_dtype=torch.float32)
+    tasks = build_tasks(settings, source.tokenizer, ())
+    found, want = (evaluate(lm, {"tasks": tasks}, limit=8, bootstrap_iters=0) for lm in (DecodelabLM(lab), theirs))
+    assert found["results"] == want["results"]
+    for name in tasks:
+        for ours, expected in zip(found["samples"][name], want["samples"][name], strict=True):
+            if name == "openbookqa":
+                for ((ll, greedy),), ((expected_ll, argmax),) in zip(ours["resps"], expected["resps"], strict=True):
+                    assert ll == pytest.approx(expected_ll, abs=1e-3)
+                    assert greedy == argmax
+            else:
+                assert ours["resps"] == expected["resps"]
+    assert any(want["results"]["openbookqa"][f"{metric},none"] for metric in ("acc", "acc_norm"))
