@@ -27,7 +27,7 @@ Mode = Literal["online", "offline", "disabled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_ROWS = 10_000  # wandb's own bound of a logged table
 START_S, FINISH_S = 30.0, 300.0  # how long an unreachable server may hold a run up, at its start and at its end
-FILES = ("samples.jsonl", "events.jsonl", "quality.jsonl")
+FILES = ("samples.jsonl", "events.jsonl", "quality.jsonl", "flips.jsonl")
 COLUMNS = (
     "id", "category", "speedup", "tokens_per_step", "accepted", "baseline", "strategy", "divergence"
 )  # fmt: skip
