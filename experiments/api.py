@@ -295,7 +295,7 @@ def evaluate(
     described = {
         "model": {"path": lm.source.label},
         "drafting": repr(settings),
-        "acceptance": {"_target_": f"{type(rule).__module__}.{type(rule).__qualname__}", **asdict(rule)},  # type: ignore[call-overload]
+        "acceptance": {"_target_": f"{type(rule).__module__}.{type(rule).__qualname__}", **asdict(rule)},
         "quality": asdict(quality),
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),

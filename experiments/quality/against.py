@@ -159,7 +159,7 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): the run's items are gone; run it again") from error
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for i, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -261,6 +261,9 @@ def test_the_mean_of_tasks_counts_tasks_alike_and_resamples_each_by_itself():
     one, plain = macro_interval([values]), mean_interval(values)
     assert one.value == pytest.approx(plain.value)
     assert bounds(one) == pytest.approx(bounds(plain), abs=0.01)
+    few = np.random.default_rng(2).normal(0, 1, 6)
+    (low, high), (least, most) = bounds(macro_interval([few])), bounds(mean_interval(few))
+    assert high - low == pytest.approx(most - least, rel=0.04)  # as much expanded
 
 
 def test_the_mean_of_tasks_without_an_interval():
