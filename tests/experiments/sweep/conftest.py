@@ -15,7 +15,7 @@ from decodelab.experiments.sweep.cells import JOB, RESULT, State, Status, write
 from decodelab.experiments.sweep.grid import composed, expand
 from decodelab.tests.experiments.bench import Bench
 
-Deed = Status | tuple[Status, str] | type[BaseException] | Callable[[], None]
+Deed = Status | tuple[Status, str] | type[BaseException] | Callable[[], tuple[Status, str] | None]
 INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75, "n": 8}
 
 
@@ -80,11 +80,10 @@ class Worker:
         tick()
         if isinstance(deed, type):
             raise deed
+        if callable(deed):
+            deed = deed() or "done"
         if isinstance(deed, tuple):
             return deed
-        if callable(deed):
-            deed()
-            deed = "done"
         if deed in ("done", "broken", "interrupted"):
             (folder / RESULT).write_text(json.dumps(result(job["key"], deed)))
         write(folder, State(deed, seconds=self.stage.seconds.get(label, 2.0), code="code"))

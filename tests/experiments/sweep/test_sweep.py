@@ -9,7 +9,7 @@ import pytest
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.compose import Composer
 from decodelab.experiments.sweep import sweep as sweeps
-from decodelab.experiments.sweep.cells import Runner, State, scan, write
+from decodelab.experiments.sweep.cells import Runner, State, Status, scan, write
 from decodelab.experiments.sweep.grid import Cell
 from decodelab.experiments.sweep.settings import SweepSettings
 from decodelab.experiments.sweep.sweep import Sweep, folder_of, settings_of
@@ -102,6 +102,25 @@ def test_a_result_that_is_whole_is_kept_whatever_came_after(stage: Stage):
     assert stage.ran == ["seed=1"]
     assert before.items() < stamps(stage).items()
     assert stage.states() == {"seed=0": "done", "seed=1": "done"}
+
+
+def test_a_result_is_kept_if_the_worker_was_stopped_right_after_it(stage: Stage):
+    def late() -> tuple[Status, str]:
+        cell = stage.cell("seed=0")
+        (cell / "result.json").write_text(json.dumps(result(json.loads((cell / "job.json").read_text())["key"])))
+        return "timeout", "stopped after 5 s (cell.timeout)"
+
+    stage.does = {"seed=0": late}
+    assert stage.sweep("seed=0,1") == 0
+    assert stage.states() == {"seed=0": "done", "seed=1": "done"}
+
+
+def test_a_result_of_before_is_not_taken_for_that_of_a_crash(stage: Stage):
+    stage.does = {"seed=0": "broken"}
+    assert stage.sweep("seed=0,1") == 1
+    stage.does = {"seed=0": ("failed", "the process ended with SIGSEGV (exit 139)")}
+    assert stage.sweep("seed=0,1") == 1
+    assert stage.states()["seed=0"].startswith("failed")
 
 
 def test_a_done_cell_without_its_result_runs_again(stage: Stage):
@@ -213,6 +232,7 @@ def test_what_cannot_run_is_refused_alone(stage: Stage, capsys: pytest.CaptureFi
     other.write_text('{"prompt": "now it is here"}\n')
     assert stage.sweep(f"task.path={other},{stage.bench.root / 'task.jsonl'}") == 0
     assert stage.states() == {f"task.path={other}": "done", f"task.path={stage.bench.root / 'task.jsonl'}": "done"}
+    assert len(scan(stage.folder)) == 2
 
 
 @pytest.mark.parametrize(
