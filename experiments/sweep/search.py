@@ -7,7 +7,7 @@ for the same trials, is told of the finished ones from their files, and goes on 
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,14 @@ _OF_THE_SEARCH = ("search", "output", "rerun", "cell", "stop_after_failures", "b
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A cell that was tried. `value`: of the objective, None if it has none; `excess`: by bound, above 0 outside."""
+    """A cell that was tried. `value`: of the objective, None if it has none; `excess`: by bound, above 0 outside;
+    `configured`: with the values that the configuration had before."""
 
     words: tuple[str, ...]
     outcome: CellOutcome
     value: float | None
     excess: Mapping[str, float]
+    configured: bool = False
 
     @property
     def within(self) -> bool:
@@ -117,7 +119,8 @@ def look(
             outcome = runner.run_cell(Cell([*base, *words], " ".join(words)))
             if outcome.status == "not started":
                 return
-            tried[words] = _trial(words, outcome, settings.objective, bounds)
+            trial = _trial(words, outcome, settings.objective, bounds)
+            tried[words] = replace(trial, configured=not tried and None not in first.values())
             yield tried[words]
         trial = tried[words]
         for name, excess in trial.excess.items():
@@ -190,6 +193,9 @@ def told(trials: Sequence[Trial], settings: SearchSettings, command: Sequence[st
         yield "no trial is within the bounds" if any(t.value is not None for t in trials) else "no trial was finished"
         return
     yield f"best: {settings.objective} {_shown(found, settings.objective)} with {' '.join(found.words)}"
+    for trial in trials:
+        if trial.configured and trial is not found and trial.value is not None:
+            yield f"as configured: {_shown(trial, settings.objective)} with {' '.join(trial.words)}"
     low, high = _interval(found, settings.objective)
     others = [t for t in trials if t is not found and t.within and low is not None and low <= (t.value or 0.0) <= high]
     noise = f", and {len(others)} others lie within its interval" if others else ""
@@ -201,8 +207,9 @@ def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | Non
     bounds = [name for name in settings.bounds() if name != "exactness"]
     out = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     out.add_column("", justify="right")
-    for key in settings.space:
-        out.add_column(key, justify="right", overflow="fold")
+    names = [key.rpartition(".")[2] for key in settings.space]
+    for key, name in zip(settings.space, names, strict=True):
+        out.add_column(name if names.count(name) == 1 else key, justify="right", overflow="fold")
     for name in (settings.objective, *bounds, "output"):
         out.add_column(name, justify="right")
     out.add_column("")
@@ -210,10 +217,15 @@ def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | Non
         values = [word.partition("=")[2] for word in trial.words]
         result = trial.outcome.result or {}
         numbers = [_shown(trial, settings.objective), *(number(number_at(result, name), _PLACES) for name in bounds)]
-        said = trial.outcome.status if trial.value is None else "best" if trial is found else ""
-        said = said or ("" if trial.within else "out of bounds")
-        out.add_row(str(place), *values, *numbers, str(_verdict(result) or "–"), said)
+        out.add_row(str(place), *values, *numbers, str(_verdict(result) or "–"), _remark(trial, found))
     return out
+
+
+def _remark(trial: Trial, found: Trial | None) -> str:
+    if trial.value is None:
+        return trial.outcome.status
+    said = ["as configured"] if trial.configured else []
+    return ", ".join([*said, *(["best"] if trial is found else [] if trial.within else ["out of bounds"])])
 
 
 def _shown(trial: Trial, objective: str) -> str:

@@ -100,21 +100,30 @@ def test_the_configured_values_come_first():
     start = {"drafting": {"max_draft": 15, "per_match": 2}}
     trials, _ = run(Fake(), start, trials=5)
     assert values(trials[0]) == {"drafting.max_draft": 15, "drafting.per_match": 2}
+    assert [trial.configured for trial in trials] == [True, False, False, False, False]
     for outside in ({"max_draft": 33, "per_match": 2}, {"max_draft": 15, "per_match": None}, {}):
         assert values(run(Fake(), {"drafting": outside}, trials=1)[0][0]) != values(trials[0])
 
 
 @pytest.mark.parametrize("bound", [None, {"exactness": ["exact", "near-tie"]}])
 def test_output_that_is_broken_is_out_of_bounds(bound: Mapping[str, Any] | None):
-    """Also where nothing was asked of it; the rest of the trials keeps away from there."""
+    """Also where nothing was asked of it."""
     fake = Fake(verdict=lambda v: "broken" if v["drafting.max_draft"] > 6 else "near-tie")
     trials, top = run(fake, bound=bound)
     assert top is not None
     assert 4 <= values(top)["drafting.max_draft"] <= 6
     assert {trial.within for trial in trials} == {True, False}
-    late = [values(trial)["drafting.max_draft"] for trial in trials[20:]]
-    assert sum(v <= 6 for v in late) > len(late) / 3  # of a sixth of the space
     assert run(fake, bound={"exactness": "exact"})[1] is None
+
+
+def test_it_keeps_away_from_what_is_out_of_bounds():
+    """What is fastest is far outside: most of the trials are not there."""
+    fake = Fake(lambda v: v["drafting.max_draft"], quality=lambda v: -v["drafting.max_draft"])
+    trials, top = run(fake, bound={"quality/my-task/exact_match": {"min": -8}})
+    late = [values(trial)["drafting.max_draft"] for trial in trials[20:]]
+    assert sum(v <= 12 for v in late) > 12  # of 20
+    assert top is not None
+    assert values(top)["drafting.max_draft"] == 8
 
 
 def test_a_number_can_be_bound():
@@ -244,20 +253,22 @@ def test_a_search_is_of_one_configuration(capsys: pytest.CaptureFixture[str]):
 def test_what_is_told():
     asked = SearchSettings(space=SPACE, trials=12, bound={"exactness": "exact", "strategy.tokens_per_step": {"min": 1}})
     fake = Fake(verdict=lambda v: "near-tie" if v["drafting.max_draft"] > 20 else "exact")
-    trials = list(look(fake, asked, []))
+    trials = list(look(fake, asked, [], {"drafting": {"max_draft": 32, "per_match": 8.0}}))
     table, *lines = told(trials, asked, ["decodelab", "run", "task.path='a b'"])
-    assert (table.row_count, table.columns[3].header) == (12, "speedup.value")
+    assert [column.header for column in table.columns][1:4] == ["max_draft", "per_match", "speedup.value"]
+    assert table.row_count == 12
     top = best(trials, asked)
     assert top is not None
     assert top.value is not None
     value = f"{top.value:.3f} [{top.value - 0.1:.3f}, {top.value + 0.1:.3f}]"
     assert lines[0] == f"best: speedup.value {value} with {' '.join(top.words)}"
+    assert lines.pop(1).endswith(" with drafting.max_draft=32 drafting.per_match=8.0")
     near = sum(t is not top and t.within and t.value is not None and t.value >= top.value - 0.1 for t in trials)
     noise = f", and {near} others lie within its interval" if near else ""
     assert lines[1] == f"it is the best of 12 on these prompts, so its number is optimistic{noise}; measured by itself:"
     assert shlex.split(lines[2]) == ["decodelab", "run", "task.path='a b'", *top.words]
     assert list(table.columns[-1].cells).count("best") == 1
-    assert "out of bounds" in table.columns[-1].cells
+    assert next(iter(table.columns[-1].cells)) == "as configured, out of bounds"
     none = SearchSettings(space=SPACE, trials=12, bound={"strategy.tokens_per_step": {"min": 9}})
     assert list(told(list(look(Fake(), none, [])), none, []))[1:] == ["no trial is within the bounds"]
     failed = list(look(Fake(status=lambda v: "timeout"), none, []))
