@@ -101,9 +101,9 @@ class Running:
             base_tokens, our_tokens = self.tokens
             self.tokens = base_tokens + _decoded(baseline), our_tokens + _decoded(strategy)
         before, self.prompts = self.prompts, self.prompts + len(strategy)
-        base, ours = (ratio(s, n) for s, n in zip(self.seconds, self.tokens, strict=True))
+        plain, fast = (ratio(s, n) for s, n in zip(self.seconds, self.tokens, strict=True))
         row = {
-            "running/speedup": ratio(base, ours) if base is not None and ours else None,
+            "running/speedup": ratio(plain, fast) if plain is not None and fast else None,
             "running/tokens_per_step": ratio(self.emitted, self.steps),
             "running/acceptance_rate": ratio(self.accepted, self.offered),
             "running/identical": self.identical / self.prompts,

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..decoding.errors import UserError
@@ -180,15 +179,14 @@ class Mirror:
                     artifact.add_file(str(file), policy="immutable", skip_cache=True)
             self._run.log_artifact(artifact)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._run is None:
             return
-        if error is not None:
-            self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        _, raised, _ = error
+        if raised is not None:
+            self._status = "interrupted" if isinstance(raised, KeyboardInterrupt) else "failed"
         with self._harmless("log how the run ended"):
-            said = {} if error is None else {"error": _line(error) or type(error).__name__}
+            said = {} if raised is None else {"error": _line(raised) or type(raised).__name__}
             self._run.summary.update({"status": self._status, **said})
         with self._harmless("finish the run"):
             self._run.finish(exit_code=0 if self._status == "done" else 1)
@@ -321,7 +319,7 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _line(error: BaseException) -> str:
+def _line(error: object) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:199]}…"
 

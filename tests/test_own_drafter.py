@@ -3,6 +3,7 @@
 What differs: the commands run on a tiny model and its prompts, and `pip install -e .` is left to its alternative there.
 """
 
+import importlib
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from decodelab.decoding.draft import chain
 from decodelab.experiments.cli import main
 from decodelab.experiments.compose import groups
 from decodelab.tests.checkout import ROOT
@@ -105,10 +108,6 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_rule_keeps_the_second_choice_too(mylab: Path):
     """What the sentence in the README promises, with the target's scores given."""
-    import torch
-    from mylab.rules import TopTwo
-
-    from decodelab.decoding.draft import chain
 
     class Target:
         def scores(self, row: int) -> torch.Tensor:
@@ -117,12 +116,11 @@ def test_the_rule_keeps_the_second_choice_too(mylab: Path):
         def choose(self, row: int, noise: Any, offset: int) -> int:
             return 1
 
-    kept = [TopTwo().judge(chain(tokens), Target(), None) for tokens in ([2, 1, 3, 1], [0, 1], [])]
+    rule = importlib.import_module("mylab.rules").TopTwo()
+    kept = [rule.judge(chain(tokens), Target(), None) for tokens in ([2, 1, 3, 1], [0, 1], [])]
     assert [(verdict.path, verdict.next) for verdict in kept] == [((0, 1), 1), ((), 1), ((), 1)]
 
 
 def test_the_scorer_counts_words(mylab: Path):
-    from mylab.score import short
-
-    row = {"answer": "Paris"}
+    short, row = importlib.import_module("mylab.score").short, {"answer": "Paris"}
     assert [short(text, row) for text in ("It is PARIS.", "Rome", "Paris " * 11)] == [True, False, False]
