@@ -16,9 +16,9 @@ from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
 from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
+from .format import size
 from .hardware import describe_device
 from .sweep.grid import Cell
-from .table import size
 from .tasks import FORMATS, Task, TaskSettings, load_task
 
 _EXPECTED: dict[Exactness, str] = {

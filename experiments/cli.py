@@ -215,9 +215,9 @@ def _show(cells: Sequence[Cell], configs: Sequence["RunConfig"]) -> int:
 
 
 def _shared(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in mappings[0].items():
-        values = [mapping.get(key) for mapping in mappings]
+        values: list[Any] = [mapping.get(key) for mapping in mappings]
         if all(other == value for other in values):
             found[key] = value
         elif all(isinstance(other, Mapping) for other in values) and (inner := _shared(values)):
@@ -277,7 +277,8 @@ def help_text(words: Words) -> str:
         group, _, option = override.partition("=")
         if option in found.get(group, ()):
             taken[group] = option
-    jobs = [f"  {name:10}{job.about}" for name, job in {**JOBS, **PLAIN}.items() if words.job in (None, name)]
+    about = {name: job.about for name, job in JOBS.items()} | {name: job.about for name, job in PLAIN.items()}
+    jobs = [f"  {name:10}{text}" for name, text in about.items() if words.job in (None, name)]
     lines = ["decodelab: decoding strategies, composed in a config and measured against plain decoding"]
     lines += ["", f"  {USAGE}", "", "JOB", *jobs, "", "OPTIONS"]
     lines += [f"  {option:18}{about}" for option, about in OPTIONS.items()]
@@ -287,8 +288,8 @@ def help_text(words: Words) -> str:
         text = f"  {group:12}{', '.join(names)}"
         lines += textwrap.wrap(text, 116, subsequent_indent=" " * 14, break_on_hyphens=False)
     lines += ["", "EXPERIMENTS: runs and sweeps kept as files; --config-dir DIR adds DIR/experiment/*.yaml"]
-    for name, file in found["experiment"].items():
-        lines += textwrap.wrap(f"  {name:12}{_about(file)}", 116, subsequent_indent=" " * 14)
+    for experiment, file in found["experiment"].items():
+        lines += textwrap.wrap(f"  {experiment:12}{_about(file)}", 116, subsequent_indent=" " * 14)
     lines += ["", "KEYS, with their defaults", *_keys(CONFIGS / "run.yaml")]
     for group, name in taken.items():
         if name is not None:

@@ -14,6 +14,8 @@ from ..statistics import speedup_interval
 from .load import Run, at, number_at
 from .rows import Value
 
+EPSILON = 0.02  # a difference of scores that does not matter, where the run does not say
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -131,8 +133,9 @@ def _change(label: str, before: Run, after: Run, notes: list[str]) -> Change:
     both = [name for name in new if name in old]
     outputs = [pair for name in both for pair in zip(old[name], new[name], strict=True)]
     same = sum(at(a, "strategy.tokens") == at(b, "strategy.tokens") for a, b in outputs)
-    changed = [_slower(side, [(old[name], new[name]) for name in both]) for side in ("strategy", "baseline")]
-    return Change(label, before, after, *changed, same, len(outputs), _quality(label, before, after, notes))
+    pairs = [(old[name], new[name]) for name in both]
+    time, baseline = _slower("strategy", pairs), _slower("baseline", pairs)
+    return Change(label, before, after, time, baseline, same, len(outputs), _quality(label, before, after, notes))
 
 
 def _quality(label: str, before: Run, after: Run, notes: list[str]) -> Mapping[str, Any] | None:
@@ -143,7 +146,7 @@ def _quality(label: str, before: Run, after: Run, notes: list[str]) -> Mapping[s
         return None
     epsilon = after.number("config.quality.epsilon")
     try:
-        return compare_folders(after.folder, before.folder, **({} if epsilon is None else {"epsilon": epsilon}))
+        return compare_folders(after.folder, before.folder, EPSILON if epsilon is None else epsilon)
     except UserError as error:
         notes.append(f"{label}, quality: {error}")
         return None

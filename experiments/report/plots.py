@@ -36,6 +36,7 @@ SERIES = tuple(f"c{i}" for i in range(8))
 PHASES = ("draft", "verify", "accept", "commit", "other")
 WIDTH = 7.2  # inches; the page shows them at 100 pixels each
 SHOWN = 50  # rows of a picture; the table has all
+PANELS = 8  # tasks of a picture
 TRACED = 6  # lines of a picture that have a colour and a name
 LEAST = 5  # drafts that a share is of
 WIDEST = 46  # characters of a label in a picture
@@ -50,6 +51,15 @@ class Picture:
     title: str
     about: str
     figure: "Figure"
+
+
+@dataclass(frozen=True, eq=False)
+class _Spot:
+    """Where a row stands."""
+
+    row: Row
+    x: float
+    y: float
 
 
 def pictures(group: Group, colours: Mapping[str, str], prefix: str = "g") -> Iterator[Picture]:
@@ -110,7 +120,7 @@ def speedups(group: Group, colours: Mapping[str, str]) -> Picture | None:
             v, colour = row.speedup, _colour(row, colours)
             if v.low is not None and v.high is not None:
                 axes.plot([v.low, v.high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt", alpha=0.75)
-            _dot(axes, v.value, y, colour, hollow=v.low is None)
+            _dot(axes, v.value or 0.0, y, colour, hollow=v.low is None)
             predicted = row.run.number("predicted_speedup")
             if predicted is not None:
                 axes.plot([predicted], [y], marker="|", markersize=9, markeredgewidth=1.6, color=LIGHT["muted"])
@@ -228,27 +238,26 @@ def categories(group: Group, colours: Mapping[str, str]) -> Picture | None:
 
 def quality(group: Group, colours: Mapping[str, str]) -> Picture | None:
     """A panel a task: score against speed, and the front that no other row beats in both."""
-    panels = [
-        (m, some)
-        for m in group.measures
-        if (some := [row for row in group.rows if row.speed is not None and m in row.scores])
-    ]
-    if not panels:
+    found = [(measure, _spots(group, measure)) for measure in group.measures]
+    known = [(measure, spots) for measure, spots in found if spots]
+    if not known:
         return None
-    panels = panels[:8]
+    panels = known[:PANELS]
     columns = min(2, len(panels))
     lines = ceil(len(panels) / columns)
     with _figure(2.7 * lines + 0.2, rows=lines, columns=columns) as (figure, grid):
         cells = list(grid) if len(panels) > 1 else [grid]
-        for axes, (measure, some) in zip(cells, panels, strict=False):
-            _front(axes, measure, some, colours, 26 if columns == 2 else WIDEST)
-            axes.set_xlabel("speedup" if group.speed == "speedup" else group.speed)
+        for axes, (measure, spots) in zip(cells, panels, strict=False):
+            _front(axes, measure, spots, colours, 26 if columns == 2 else WIDEST)
+            axes.set_xlabel(group.speed)
         for axes in cells[len(panels) :]:
             axes.set_axis_off()
     about = (
         f"Score against {group.speed}, with 95 % intervals. The line joins the rows that no other beats in both (the "
         "Pareto front); hollow dots are beaten, crosses are broken."
     )
+    if len(known) > PANELS:
+        about += f" The first {PANELS} of {len(known)} tasks."
     return Picture("quality", "Quality against speed", about, figure)
 
 
@@ -265,18 +274,18 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
         axes.plot(list(middle), list(middle.values()), color=LIGHT["text"], linewidth=1.8, marker="o", markersize=3)
         # all k − 1 drafted tokens kept, and the target's own
         axes.plot([1, ks[-1]], [1, ks[-1]], color=LIGHT["muted"], linewidth=1, linestyle=STYLES[1])
-        spots = []
+        spots: list[_Spot] = []
         for row, _ in found[:SHOWN]:
             rows, tau = row.run.number("strategy.rows_verified_per_step"), row.run.number("strategy.tokens_per_step")
             if rows is not None and tau is not None:
                 _dot(axes, rows, tau, _colour(row, colours))
-                spots.append((rows, tau, row))
-        most = max([*middle.values(), *(tau for _, tau, _ in spots)])
+                spots.append(_Spot(row, rows, tau))
+        most = max([*middle.values(), *(spot.y for spot in spots)])
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, [f"{k:g}" for k in ks])
         axes.set_xlim(0.93, ks[-1] * 1.1)
         axes.set_ylim(0.5 if most < 4 else 0, most * 1.18)
-        _name_spots(axes, [(x, y, row.label, _colour(row, colours)) for x, y, row in spots[:TRACED]], 30)
+        _name_spots(axes, spots[:TRACED], colours, 30)
         axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.6)
         axes.set_xlabel("rows k in one forward pass")
         axes.set_ylabel("T(k) ÷ T(1);  tokens a step")
@@ -297,7 +306,7 @@ def _figure(height: float, rows: int = 1, columns: int = 1, sharex: bool = False
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 8.5, "axes.titlesize": 8.5, "axes.labelsize": 8.5, "xtick.labelsize": 8, "ytick.labelsize": 8,
         "text.parse_math": False, "text.color": LIGHT["text"], "axes.labelcolor": LIGHT["muted"],
         "axes.edgecolor": LIGHT["grid"], "xtick.color": LIGHT["grid"], "ytick.color": LIGHT["grid"],
@@ -340,7 +349,7 @@ def _right(axes: "Axes", y: float, text: str) -> None:
     )
 
 
-def _dot(axes: "Axes", x: float | None, y: float, colour: str, hollow: bool = False, size: float = 5.5) -> None:
+def _dot(axes: "Axes", x: float, y: float, colour: str, hollow: bool = False, size: float = 5.5) -> None:
     face = LIGHT["page"] if hollow else colour
     axes.plot([x], [y], marker="o", markersize=size, color=colour, markerfacecolor=face, markeredgewidth=1.3, zorder=3)
 
@@ -392,25 +401,26 @@ def _name_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> 
         )
 
 
-def _name_spots(axes: "Axes", spots: Sequence[tuple[float, float, str, str]], widest: int) -> None:
+def _spots(group: Group, measure: Measure) -> list[_Spot]:
+    """Speed and score of the rows that have both."""
+    known = ((row, row.speed, row.scores.get(measure, Value()).value) for row in group.rows)
+    return [_Spot(row, x, y) for row, x, y in known if x is not None and y is not None]
+
+
+def _name_spots(axes: "Axes", spots: Sequence[_Spot], colours: Mapping[str, str], widest: int) -> None:
     """Names beside points, right or left of them; one that has no room is left out."""
     from matplotlib.transforms import Bbox
 
-    axes.figure.draw_without_rendering()
-    dots = [axes.transData.transform((x, y)) for x, y, *_ in spots]
+    figure: Any = axes.figure
+    figure.draw_without_rendering()
+    dots = [axes.transData.transform((spot.x, spot.y)) for spot in spots]
     taken = [Bbox([dot - 4, dot + 4]) for dot in dots]
     inside = axes.get_window_extent()
-    for x, y, label, colour in spots:
+    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}
+    for spot in spots:
+        name, at, colour = _short(spot.row.label, widest), (spot.x, spot.y), _colour(spot.row, colours)
         for shift, side in ((7, "left"), (-7, "right")):
-            text = axes.annotate(
-                _short(label, widest),
-                (x, y),
-                xytext=(shift, 3),
-                textcoords="offset points",
-                ha=side,
-                color=colour,
-                fontsize=8,
-            )
+            text = axes.annotate(name, at, xytext=(shift, 3), ha=side, color=colour, **style)
             box = text.get_window_extent()
             if box.x0 >= inside.x0 and box.x1 <= inside.x1 + 8 and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
@@ -418,45 +428,32 @@ def _name_spots(axes: "Axes", spots: Sequence[tuple[float, float, str, str]], wi
             text.remove()
 
 
-def _front(axes: "Axes", measure: Measure, rows: Sequence[Row], colours: Mapping[str, str], widest: int) -> None:
+def _front(axes: "Axes", measure: Measure, spots: Sequence[_Spot], colours: Mapping[str, str], widest: int) -> None:
     sign = 1 if measure.higher else -1
-    whole = [row for row in rows if row.comparable]
-    points = [(row.speed or 0.0, sign * (row.scores[measure].value or 0.0)) for row in whole]
-    best = [whole[i] for i in front(points)]
+    whole = [spot for spot in spots if spot.row.comparable]
+    best = [whole[i] for i in front([(spot.x, sign * spot.y) for spot in whole])]
     if best:
-        axes.step(
-            [row.speed for row in best],
-            [row.scores[measure].value for row in best],
-            where="pre",
-            color=LIGHT["muted"],
-            linewidth=1.1,
-        )
-    for row in rows:
-        score, speed, colour = (
-            row.scores[measure],
-            row.speedup if row.speed == row.speedup.value else Value(row.speed),
-            _colour(row, colours),
-        )
-        on = row in best
-        for low, high, flat in ((speed.low, speed.high, True), (score.low, score.high, False)):
-            if low is not None and high is not None:
-                xs, ys = ([low, high], [score.value] * 2) if flat else ([row.speed] * 2, [low, high])
-                axes.plot(xs, ys, color=colour, linewidth=0.9, alpha=0.45 if on else 0.22)
+        xs, ys = zip(*((spot.x, spot.y) for spot in best), strict=True)
+        axes.step(xs, ys, where="pre", color=LIGHT["muted"], linewidth=1.1)
+    for spot in spots:
+        row, colour, on = spot.row, _colour(spot.row, colours), spot in best
+        faint: dict[str, Any] = {"color": colour, "linewidth": 0.9, "alpha": 0.45 if on else 0.22}
+        speed, score = row.speedup, row.scores[measure]
+        if speed.low is not None and speed.high is not None and spot.x == speed.value:
+            axes.plot([speed.low, speed.high], [spot.y] * 2, **faint)
+        if score.low is not None and score.high is not None:
+            axes.plot([spot.x] * 2, [score.low, score.high], **faint)
         if row.verdict == "broken":
-            axes.plot([row.speed], [score.value], marker="x", markersize=6, markeredgewidth=1.6, color=LIGHT["bad"])
+            axes.plot([spot.x], [spot.y], marker="x", markersize=6, markeredgewidth=1.6, color=LIGHT["bad"])
         else:
-            _dot(axes, row.speed, score.value or 0.0, colour, hollow=not on, size=5.5 if on else 4.0)
+            _dot(axes, spot.x, spot.y, colour, hollow=not on, size=5.5 if on else 4.0)
     axes.set_title(_short(measure.title, 40), loc="left")
     axes.grid(color=LIGHT["grid"], linewidth=0.6)
     axes.tick_params(labelcolor=LIGHT["muted"])
     axes.margins(0.12)
     if not measure.higher:
         axes.invert_yaxis()
-    _name_spots(
-        axes,
-        [(row.speed or 0.0, row.scores[measure].value or 0.0, row.label, _colour(row, colours)) for row in best],
-        widest,
-    )
+    _name_spots(axes, best, colours, widest)
 
 
 def _styles(rows: Sequence[Row]) -> list[Any]:

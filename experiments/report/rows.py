@@ -25,8 +25,9 @@ class Value:
     @classmethod
     def of(cls, found: Any) -> "Value":
         value, low, high, n = (number_at(found, name) for name in ("value", "low", "high", "n"))
-        bounds = (None, None) if low is None or high is None else (low, high)
-        return cls(value, *bounds, None if n is None else int(n))
+        if low is None or high is None:
+            low = high = None
+        return cls(value, low, high, None if n is None else int(n))
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,8 @@ def _markdown(groups: Sequence[Group], found: Found, against: Comparison | None)
         yield from _table(("cell", "status", "why"), [_told(cell) for cell in found.unfinished])
     if against is not None:
         yield f"\n## Against {_literal(against.name)}\n"
-        for titles, lines in changes(against):
-            yield from _table(titles, lines)
+        for titles, changed in changes(against):
+            yield from _table(titles, changed)
             yield ""
         yield from (f"- {_literal(note)}" for note in against.notes)
     if found.notes:
@@ -261,7 +261,8 @@ def changes(against: Comparison, brief: bool = False) -> Iterator[tuple[Sequence
     most = _BRIEF if brief else len(_CHANGED)
     if speed := [_changed(change)[:most] for change in against.changes]:
         yield _CHANGED[:most], speed
-    if quality := [line for change in against.changes for line in _rescored(change)]:
+    quality: list[Sequence[str]] = [line for change in against.changes for line in _rescored(change)]
+    if quality:
         yield _SCORED, quality
 
 

@@ -10,7 +10,7 @@ from rich.status import Status as Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ..table import interval, number, percent
+from ..format import interval, number, percent
 from .cells import LOG, CellOutcome
 
 _STYLE = {"done": "green", "interrupted": "yellow", "not started": "yellow"}  # the others are red

@@ -101,9 +101,14 @@ def test_quality_has_a_panel_a_task_with_its_front(full: Mapping[str, Picture]):
 
 
 def test_where_less_is_better_the_best_is_still_on_top():
-    axes = drawn(run(quality=quality(higher=False, ppl=12.0)))["quality"].figure.axes[0]
-    bottom, top = axes.get_ylim()
+    points = [(2.0, 12.0), (1.5, 10.0), (1.2, 13.0)]
+    lossy: dict[str, Any] = {"exactness__verdict": "lossy", "strategy": {}, "by_category": {}, "profile": None}
+    picture = drawn(
+        *(run(str(x), speedup=interval(x), quality=quality(higher=False, ppl=y), **lossy) for x, y in points)
+    )["quality"]
+    bottom, top = picture.figure.axes[0].get_ylim()
     assert bottom > top
+    assert lines(picture)[0] == [(1.5, 10.0), (2.0, 12.0)]
 
 
 def test_costs_are_in_plain_steps(full: Mapping[str, Picture]):
