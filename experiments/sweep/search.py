@@ -179,8 +179,9 @@ def _at(content: Any, path: Sequence[str]) -> Any:
 
 def best(trials: Sequence[Trial], settings: SearchSettings) -> Trial | None:
     """Of those within the bounds."""
+    sign = 1 if settings.maximise else -1
     within = [trial for trial in trials if trial.within]
-    return (max if settings.maximise else min)(within, key=lambda trial: trial.value, default=None)
+    return max(within, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
 
 def told(trials: Sequence[Trial], settings: SearchSettings, command: Sequence[str]) -> Iterator[Table | str]:
