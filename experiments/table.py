@@ -84,11 +84,11 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _change(effect: Mapping[str, Any]) -> str:
-    if effect["effect"] == "ratio":
-        return interval(effect)
+    sign, unit = ("", "×") if effect["effect"] == "ratio" else ("+", "")
+    value = f"{effect['value']:{sign}.3f}{unit}"
     if effect["low"] is None:
-        return f"{effect['value']:+.3f} (n={effect['n']})"
-    return f"{effect['value']:+.3f} [{effect['low']:+.3f}, {effect['high']:+.3f}]"
+        return f"{value} (n={effect['n']})"
+    return f"{value} [{effect['low']:{sign}.3f}, {effect['high']:{sign}.3f}]"
 
 
 def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
