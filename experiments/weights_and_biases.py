@@ -254,7 +254,8 @@ class Mirror:
             with _at_home(self.root / "wandb"):
                 yield
         except Exception as error:  # noqa: BLE001  # wandb's errors have no common class, and none may end a run
-            self._warn(f"wandb could not {doing} ({_line(error) or type(error).__name__}); its own files are whole")
+            why = _line(error) or type(error).__name__
+            self._warn(f"wandb could not {doing} ({why}); the run goes on, its files hold everything")
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
