@@ -123,7 +123,8 @@ def _kind(row: Row, spec: TaskSpec) -> Kind:
 
 
 def _likelihood(rows: Sequence[Row], spec: TaskSpec, prompt: Prompt | None) -> Reading:
-    metrics, ask = CHOSEN, _chosen
+    metrics: Metrics = CHOSEN
+    ask: Ask = _chosen
     if not rows[0].has("choices") and rows[0].has("context"):
         if prompt is not None:
             raise UserError(f"{spec.path}: a last word follows its context as that is; leave prompt out")

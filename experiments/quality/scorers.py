@@ -249,7 +249,7 @@ def build_scorer(given: str | Mapping[str, Any], trusted: tuple[str, ...], key: 
         fixed = {"name": name, "function": constructor.function(name, key)}
     if taken := [k for k in keys if k in fixed]:
         raise UserError(f"{key}.{taken[0]} is not to be given: the name {name} says it")
-    scorer: Scorer = constructor.call(owner, keys | fixed, key)
+    scorer: Scorer = constructor.call(owner, {**keys, **fixed}, key)
     return scorer
 
 

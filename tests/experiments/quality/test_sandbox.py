@@ -74,6 +74,17 @@ def test_endless_loops_end_by_processor_time(isolation, monkeypatch):
     assert reason("try:\n    while True: pass\nexcept BaseException: pass\n" + RIGHT) == "timeout"
 
 
+def test_limits_are_in_force(isolation):
+    program = (
+        "import resource as r\n"
+        "def f():\n    limits = [r.getrlimit(getattr(r, 'RLIMIT_' + name)) for name in NAMES]\n"
+        "    assert limits == [(1, 2), (512 << 20,) * 2, (1 << 20,) * 2, (64,) * 2, (64,) * 2, (0, 0)], limits\n"
+        "    return 1\n"
+        "NAMES = ['CPU', 'AS', 'FSIZE', 'NPROC', 'NOFILE', 'CORE']\n"
+    )
+    assert run_tests(program, TESTS, LIMITS).reason == "passed"
+
+
 def test_waiting_ends_by_the_clock(monkeypatch):
     monkeypatch.setattr(Limits, "wall", 0.3)
     assert reason("import time; time.sleep(60)") == "timeout"

@@ -140,6 +140,8 @@ def test_accuracy_is_of_sums_and_normalised_by_characters(read):
     assert score(own, (-3.0, False), (-5.0, False)) == {"acc": 0.0, "acc_norm": 1.0}
     assert score(own, (-1.0, True), (-6.0, False)) == {"acc": 0.0, "acc_norm": 0.0}
     assert score(own, (-6.0, False), (-5.0, False)) == {"acc": 1.0, "acc_norm": 1.0}
+    short = read({"question": "q", "choices": ["ab", "abcd"], "answer": 1})  # without the blank before it
+    assert score(short, (-2.0, False), (-3.9, False)) == {"acc": 0.0, "acc_norm": 1.0}
 
 
 def test_either_accuracy_may_be_what_counts(read):
