@@ -11,8 +11,9 @@ import torch
 from decodelab.decoding import cost
 from decodelab.experiments import measure, run
 from decodelab.experiments.cli import main
+from decodelab.experiments.compose import compose
 from decodelab.experiments.hardware import Peaks
-from decodelab.experiments.lab import Lab
+from decodelab.experiments.lab import Lab, Warm
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_byte_tokenizer, tiny_model
 from decodelab.tests.experiments.bench import strict
 
@@ -307,3 +308,21 @@ def test_the_demo_is_the_default_task(bench: Any, capsys: Any):
     assert main(["run", *words]) == 2
     (line,) = errors(capsys)
     assert line.startswith("decodelab: error: demo/")
+
+
+def test_cells_of_one_worker_share_a_baseline(bench: Any):
+    """timing=anchored: the first cell times it, the second times anchors, and both rows say so."""
+    assert bench.run("--cfg", "job") == 0  # writes the task
+    words = ["device=cpu", "threads=1", "dtype=float32", f"model.path={bench.checkpoint}", "timing=anchored"]
+    words += [f"task.path={bench.root / 'task.jsonl'}", "task.max_new_tokens=12"]
+    warm, found = Warm(), []
+    for name in ("prompt_lookup", "none"):
+        cell = compose([*words, f"drafting={name}", f"output={bench.root / name}"])
+        found.append(run.execute(cell, warm=warm).result)
+    first, second = (result["timing"] for result in found)
+    assert first == {"mode": "anchored", "baseline": "here", "anchors": None, "drift": None}
+    assert (second["mode"], second["anchors"]) == ("anchored", 3)
+    assert second["baseline"] in ("stored", "anew")  # a busy machine drifts
+    assert second["drift"] > 0
+    assert all(result["exactness"]["verdict"] == "exact" for result in found)
+    assert second["baseline"] == "anew" or found[0]["baseline"] == found[1]["baseline"]

@@ -289,3 +289,9 @@ def test_quality_alone(lab: Lab, tmp_path: Path):
         "sums: 25 % of the answers were cut at their length limit",
         "no decoding was timed here: decodelab run measures speed, with quality.tasks=… both",
     ]
+
+
+def test_drafts_that_ended_by_themselves_are_not_lengthened(told: Callable[..., list[str]]):
+    """All of them is kept, but few were as long as they might be: a higher bound would change little."""
+    lines = told(prompt([step(4, 4)] * 6 + [step(2, 2)] * 14 + [step()] * 3))
+    assert not any("lies beyond" in line for line in lines)
