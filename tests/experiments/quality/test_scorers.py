@@ -94,6 +94,7 @@ def test_a_gold_of_several_lines_is_compared_with_all_of_the_answer():
         ("- 5 apples", "5"),
         ("the answer is 7. H2O and v3", "7"),
         ("3, 4 and 5", "5"),
+        ("100,2000", "2000"),
         ("1e3", "1000"),
         ("\\boxed{17}", "17"),
         (".5", "0.5"),
