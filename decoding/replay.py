@@ -43,9 +43,8 @@ def _one(drafter: Drafter[Any], request: Request, answer: Sequence[int], index: 
     if not answer:
         raise UserError(f"answer {index} is empty; an answer has at least the token that its prompt decides")
     # one number a token: it has room, and holds nothing
-    cache = DenseCache(
-        uniform(1, 1, 1), sequences=1, capacity=_capacity(drafter, request), dtype=torch.bool, device="cpu"
-    )
+    slots = len(request.prompt) + request.stop.limit + drafter.gives.rows
+    cache = DenseCache(uniform(1, 1, 1), sequences=1, capacity=slots, dtype=torch.bool, device="cpu")
     out = Generation(index, len(request.prompt))
     s = Live(request, cache.open(), out, list(request.prompt))
     nodes = drafter.gives.rows if budget is None else min(budget, drafter.gives.rows)

@@ -137,7 +137,7 @@ class MedusaHeads:
         heads = 1 + max(int(name.split(".")[0]) for name in named)
         blocks, own = [], []
         for i in range(heads):
-            layers = []
+            layers: list[Linear] = []
             while (weight := named.get(f"{i}.{len(layers)}.linear.weight")) is not None:
                 layers.append(Linear(weight, named.get(f"{i}.{len(layers)}.linear.bias")))
             blocks.append(tuple(layers))

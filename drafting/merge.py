@@ -161,9 +161,8 @@ class Merged:
             return [Room(d, r) for d, r in zip(depth, rows, strict=True)]
         left, shares = room.rows, []
         for m, d in zip(most, depth, strict=True):
-            rows = min(m, left)
-            shares.append(Room(d, rows))
-            left -= 0 if self.order == "first" else rows
+            shares.append(Room(d, min(m, left)))
+            left -= 0 if self.order == "first" else shares[-1].rows
         return shares
 
     def observe(self, states: Sequence[State], seen: Sequence[Seen]) -> list[State]:
