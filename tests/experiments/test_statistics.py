@@ -17,6 +17,7 @@ from decodelab.experiments.statistics import (
     mean_interval,
     ratio_interval,
     score_interval,
+    share_interval,
     sign_flip,
     speedup_interval,
 )
@@ -284,3 +285,16 @@ def test_a_90_percent_interval_is_the_narrower_one():
     values = np.random.default_rng(4).normal(0, 1, 400)
     half = 1.645 * values.std(ddof=1) / 20
     assert bounds(mean_interval(values, 0.90)) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.01)
+
+
+def test_a_share_has_wilsons_interval():
+    """All six of six right is no proof of all: Wilson 1927, the textbook's formula."""
+    assert share_interval(np.zeros(4)) == Interval(0.0, None, None, 4)
+    assert share_interval(np.zeros(0)) == Interval(None, None, None, 0)
+    for ones, n in ((0, 6), (6, 6), (3, 10)):
+        found = share_interval(np.array([1.0] * ones + [0.0] * (n - ones)))
+        z, share = 1.959963984540054, ones / n
+        middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * (share * (1 - share) / n + z**2 / (4 * n**2)) ** 0.5
+        assert found.value == share
+        assert (found.low, found.high) == pytest.approx((middle - half, middle + half))

@@ -286,27 +286,34 @@ def test_a_chat_with_few_shots_and_a_system_prompt_is_asked_as_the_template_says
     assert len(settings["template"]) == 64
 
 
-def test_a_folder_of_lm_evals_yaml_with_two_filters(exams: Exams):
-    folder = exams.bench.root / "yaml"
-    folder.mkdir()
-    (folder / "own.yaml").write_text(
-        f"""
+YAML = """
 task: own
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {exams.files["asked"]}}}}}
+dataset_kwargs: {{data_files: {{test: {path}}}}}
 output_type: generate_until
 test_split: test
 doc_to_text: "{{{{question}}}}"
 doc_to_target: answer
-repeats: 2
-generation_kwargs: {{until: ["zz"], do_sample: true, temperature: 0.5}}
-filter_list:
-  - {{name: first, filter: [{{function: regex, regex_pattern: "(.)"}}, {{function: take_first}}]}}
-  - {{name: all, filter: [{{function: take_first}}]}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
-    )
-    assert exams.evaluate("tasks=[own]", f"quality.include=[{folder}]", "quality.limit=5") == 0
+
+
+def yaml_task(exams: Exams, more: str) -> str:
+    folder = exams.bench.root / "yaml"
+    folder.mkdir()
+    (folder / "own.yaml").write_text(YAML.format(path=exams.files["asked"]) + more)
+    return f"quality.include=[{folder}]"
+
+
+def test_a_folder_of_lm_evals_yaml_with_two_filters(exams: Exams):
+    more = """
+repeats: 2
+generation_kwargs: {until: ["zz"], do_sample: true, temperature: 0.5}
+filter_list:
+  - {name: first, filter: [{function: regex, regex_pattern: "(.)"}, {function: take_first}]}
+  - {name: all, filter: [{function: take_first}]}
+"""
+    assert exams.evaluate("tasks=[own]", yaml_task(exams, more), "quality.limit=5") == 0
     result, rows = exams.result(), exams.rows()
     task = result["quality"]["tasks"]["own"]
     assert list(task["metrics"]) == ["exact_match,first", "exact_match,all"]
@@ -317,6 +324,18 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
     assert rows[0]["response"][0] == rows[0]["response"][1]  # greedy, and so asked once
     assert rows[0]["scored"] == rows[0]["response"][0][0]
     assert any("own asks for do_sample=True, temperature=0.5" in w for w in result["warnings"])
+
+
+def test_examples_that_lm_eval_draws_are_the_same_in_every_repeat(exams: Exams):
+    """Else a run that goes on would ask other prompts."""
+    include = yaml_task(
+        exams, "num_fewshot: 2\nfewshot_split: test\ngeneration_kwargs: {until: [zz], max_gen_toks: 3}\n"
+    )
+    words = ["tasks=[own]", include, "quality.limit=5", "acceptance=sampling", "quality.repeats=2"]
+    assert exams.evaluate(*words) == 0
+    prompts = [row["prompt"] for row in exams.rows()]
+    assert prompts[0].count("what is") == 3
+    assert prompts[:5] == prompts[5:]
 
 
 @pytest.mark.parametrize(
