@@ -19,7 +19,7 @@ from decodelab.experiments.sweep.cells import JOB, RESULT, CellOutcome, State, S
 from decodelab.experiments.sweep.grid import Cell
 from decodelab.experiments.sweep.search import Trial, best, check_space, look, number_at, search, told
 from decodelab.experiments.sweep.settings import SearchSettings
-from decodelab.tests.experiments.sweep.conftest import Stage, result
+from decodelab.tests.experiments.sweep.stage import Stage, result
 
 SPACE = {"drafting.max_draft": [2, 32], "drafting.per_match": [0.5, 8.0]}
 Values = Mapping[str, float]

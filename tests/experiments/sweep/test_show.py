@@ -8,7 +8,7 @@ from rich.console import Console
 
 from decodelab.experiments.sweep.cells import CellOutcome
 from decodelab.experiments.sweep.show import duration, line, reasons, table
-from decodelab.tests.experiments.sweep.conftest import result
+from decodelab.tests.experiments.sweep.stage import result
 
 
 def outcome(label: str, status: Any = "done", detail: str = "", found: Any = None, **more: Any) -> CellOutcome:

@@ -13,7 +13,7 @@ from decodelab.experiments.sweep.cells import Runner, State, Status, scan, write
 from decodelab.experiments.sweep.grid import Cell
 from decodelab.experiments.sweep.settings import SweepSettings
 from decodelab.experiments.sweep.sweep import Sweep, folder_of, settings_of
-from decodelab.tests.experiments.sweep.conftest import Stage, result
+from decodelab.tests.experiments.sweep.stage import Stage, result
 
 
 def stamps(stage: Stage) -> dict[str, tuple[int, int]]:
