@@ -72,6 +72,8 @@ class Medusa:
 
     @property
     def gives(self) -> Gives:
+        if self.path is None:  # nothing is proposed; `check` says what is missing
+            return Gives("chain", 0, 0)
         found = self.shape
         return Gives("tree" if found.width > 1 else "chain", len(found), found.depth)
 
