@@ -32,7 +32,6 @@ class Sample:
 def page(groups: Sequence[Group], found: Found, against: Comparison | None) -> str:
     """Tables, pictures and what there is to know of each run."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -46,7 +45,7 @@ def page(groups: Sequence[Group], found: Found, against: Comparison | None) -> s
         unread=found.notes,
         against=against,
         changed=list(changes(against)) if against is not None else [],
-        svg=lambda picture: Markup(svg(picture)),  # matplotlib escapes the texts in it
+        svg=svg,
         mark=mark,
     )
 

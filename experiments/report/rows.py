@@ -12,6 +12,8 @@ FAITHFUL = ("exact", "near-tie", "same law")  # the target's own output, or its 
 # what a run was asked beside what it measures, or what its group shares
 _UNNAMED = (*NOT_IN_KEY, "profile", "compare_hf", "timing", "trusted", "device", "dtype", "threads", "quality", "tasks")
 
+_LONGEST = 36  # characters of a value in a label
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -218,15 +220,16 @@ def _flat(config: Any, prefix: str = "") -> Mapping[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    if isinstance(value, float):
-        return f"{value:g}"
+    """In a label."""
     if isinstance(value, str):
-        return _tail(value) or value
-    if isinstance(value, list):
-        return "+".join(_part(item) if isinstance(item, Mapping) else _shown(item) for item in value)
-    return _plain(value)
+        text = _tail(value) or value
+    elif isinstance(value, float):
+        text = f"{value:g}"
+    elif isinstance(value, list):
+        text = "+".join(_part(item) if isinstance(item, Mapping) else _shown(item) for item in value)
+    else:
+        text = _plain(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]}…{text[-_LONGEST // 2 :]}"
 
 
 def _numbered(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:

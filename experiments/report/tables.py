@@ -15,7 +15,8 @@ from .rows import Group, Measure, Row, Value
 RANKED = "ranked by {speed}, broken rows last"
 DOMINATED = (
     "dominated: another row of the table is at least as fast and at least as good, and better in one of the two; rows "
-    "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide"
+    "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide; "
+    "where intervals overlap, it may be chance"
 )
 _LABEL, _SCORE = 22, 26  # columns of a terminal that a label and a score with its interval take
 

@@ -104,6 +104,11 @@ def test_values_in_labels_are_short():
     ]
 
 
+def test_a_long_value_loses_its_middle():
+    runs = [run(str(i), config__drafting={"_target_": LOOKUP, "key": f"begin{'x' * 90}{i}"}) for i in range(2)]
+    assert labels(*runs) == [f"prompt_lookup key=beginxxxxxxx…{'x' * 17}{i}" for i in range(2)]
+
+
 def test_what_was_only_asked_beside_is_not_in_a_label():
     beside = {"config__output": "x", "config__profile": True, "config__timing": "untimed", "config__threads": 2}
     assert labels(run("a"), run("b", **beside)) == ["prompt_lookup", "prompt_lookup #2"]
