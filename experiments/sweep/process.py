@@ -108,14 +108,13 @@ class Worker:
 
     def stop(self) -> int:
         """Kill it and all that it started; its exit code, of the end that it may have come to before."""
-        code = self._process.poll()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        killed = self._process.wait()
+        code = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
-        return killed if code is None else code
+        return code
 
 
 def ended(code: int, kills_before: int | None = None, kills_after: int | None = None) -> tuple[Status, str]:

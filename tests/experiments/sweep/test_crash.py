@@ -61,7 +61,7 @@ def test_a_sweep_survives(
     (tmp_path / "conf" / "drafting").mkdir(parents=True)
     (tmp_path / "conf" / "drafting" / "act.yaml").write_text("_target_: crashlab.act.Act\nhow: good\n")
     (tmp_path / "task.jsonl").write_text('{"prompt": "ab ab ab"}\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["run", "-m", "--config-dir", "conf", "trusted=[crashlab]", "drafting=act"]
     words += ["drafting.how=good,pause,crash", f"model.path={bench.checkpoint}", "task.path=task.jsonl"]

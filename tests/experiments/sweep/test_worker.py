@@ -27,15 +27,15 @@ def asked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lays down a job: its folder."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
-    def lay(*words: str, **changes: Any) -> Path:
+    def lay(*words: str, threads: int = 1, **changes: Any) -> Path:
         task = bench.root / "task.jsonl"
         task.write_text('{"prompt": "ab ab ab"}\n{"prompt": "12 12"}\n')
         common = [f"model.path={bench.checkpoint}", f"task.path={task}", "device=cpu", "dtype=float32"]
         overrides = [*common, "task.max_new_tokens=4", "timing=untimed", *words]
-        key = identify(replace(compose(overrides), threads=1)).key
+        key = identify(replace(compose(overrides), threads=threads)).key
         folder = bench.root / f"cell-{key}"
         folder.mkdir()
-        write(folder, replace(Job(key, "label", "run", tuple(overrides), (), 1, "group", "sweep"), **changes))
+        write(folder, replace(Job(key, "label", "run", tuple(overrides), (), threads, "group", "sweep"), **changes))
         return folder
 
     return lay
@@ -46,9 +46,9 @@ def test_a_cell_is_a_run_in_its_folder(asked: Any, monkeypatch: pytest.MonkeyPat
     loads = []
     honest = lab.load_decoder
     monkeypatch.setattr(lab, "load_decoder", lambda *args, **kwargs: loads.append(args) or honest(*args, **kwargs))
-    warm = Warm()
+    warm, threads = Warm(), min(2, os.cpu_count() or 1)
     for words in (["threads=null"], ["threads=null", "drafting=none"]):
-        folder = asked(*words)
+        folder = asked(*words, threads=threads)
         state = serve(folder, warm, "package")
         found = read(folder)
         assert (state.status, state.detail, state.pid) == ("done", "", None)
@@ -56,7 +56,7 @@ def test_a_cell_is_a_run_in_its_folder(asked: Any, monkeypatch: pytest.MonkeyPat
         assert found.state == state
         assert found.result["key"] == found.job.key
         assert found.result["config"]["output"] == str(folder)
-        assert found.result["provenance"]["threads"] == 1
+        assert found.result["provenance"]["threads"] == threads
         assert {"events.jsonl", "samples.jsonl"} < {file.name for file in folder.iterdir()}
         assert "output: exact" in capsys.readouterr().out
     assert len(loads) == 1
