@@ -169,9 +169,9 @@ class DecodelabLM(TemplateLM):
                 if self.progress is not None:
                     self.progress(f"asking {name}", done, total)
         answers = [self.answers.get(digest) for digest in digests]
-        for request, answer in zip(requests, answers, strict=True):
-            self.asked.setdefault(request.doc_id, []).append(answer)
-        if cut := sum(1 for answer in answers if answer is not None and answer.cut):
+        for request, known in zip(requests, answers, strict=True):
+            self.asked.setdefault(request.doc_id, []).append(known)
+        if cut := sum(1 for known in answers if known is not None and known.cut):
             _warn(f"{name}: {cut} of {len(answers)} prompts were longer than the context and lost their beginning")
         return answers
 
@@ -251,7 +251,7 @@ class DecodelabLM(TemplateLM):
 
     def _score(self, pairs: Sequence[tuple[tuple[str, str], list[int], list[int]]]) -> list[Answer]:
         """Continuations of one context share its forward."""
-        found: list[Answer | None] = [None] * len(pairs)
+        found: dict[int, Answer] = {}
         same: dict[tuple[int, ...], list[int]] = {}
         cuts = []
         for i, (_, context, continuation) in enumerate(pairs):
@@ -263,11 +263,11 @@ class DecodelabLM(TemplateLM):
             cut = max(0, len(context) + len(continuation) - self.max_length - 1)
             cuts.append(cut)
             same.setdefault(tuple(context[cut:]), []).append(i)
-        for context, members in same.items():
-            scored = self.loglikelihoods(context, [pairs[i][2] for i in members])
+        for kept, members in same.items():
+            scored = self.loglikelihoods(kept, [pairs[i][2] for i in members])
             for i, value in zip(members, scored, strict=True):
                 found[i] = Answer(value, len(pairs[i][2]), cut=cuts[i])
-        return [answer for answer in found if answer is not None]
+        return [found[i] for i in range(len(pairs))]
 
     def _roll(self, text: str) -> Answer:
         """The whole text, window by window, as lm-eval cuts them: each token once, behind as much as fits."""
@@ -312,7 +312,9 @@ class DecodelabLM(TemplateLM):
         read, (cache, slot) = self._read(context, PREFILL_CHUNK)
         hidden = {}
         for pack in packs:
-            tokens, parents, ends = [], [], []
+            tokens: list[int] = []
+            parents: list[int] = []
+            ends = []
             for i in pack:
                 chain = continuations[i][:-1]
                 parents += [-1, *range(len(tokens), len(tokens) + len(chain) - 1)][: len(chain)]
