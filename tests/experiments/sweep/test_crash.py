@@ -12,7 +12,7 @@ import pytest
 
 from decodelab.experiments.cli import main
 from decodelab.tests.experiments.bench import Bench
-from decodelab.tests.experiments.sweep.test_process import gone
+from decodelab.tests.experiments.sweep.stage import gone
 
 DRAFTER = '''
 import os, signal, sys, time

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from decodelab.experiments.sweep import process
 from decodelab.experiments.sweep.process import CellWorker, Worker, ended
+from decodelab.tests.experiments.sweep.stage import gone
 
 LOOP = """
 import os, signal, subprocess, sys, time
@@ -39,19 +39,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def nothing() -> None:
     pass
-
-
-def gone(pid: int) -> bool:
-    """Within a moment; what nobody waits for stays as a zombie."""
-    for _ in range(200):
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_cells_one_after_the_other(start: Callable[..., Worker], tmp_path: Path):
