@@ -60,11 +60,21 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("decodelab ")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("decodelab ") and "report" not in c])
 def test_commands_compose(command: str, capsys: pytest.CaptureFixture[str]):
     """Every group, option and key that the README types exists."""
     assert main([*shlex.split(command)[1:], "--cfg", "job"]) == 0
     assert capsys.readouterr().out
+
+
+def test_reports_are_typed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    """Each of its words is known; what they name is not there."""
+    monkeypatch.chdir(tmp_path)
+    reports = [shlex.split(c)[1:] for c in COMMANDS if c.startswith("decodelab report")]
+    assert len(reports) >= 4
+    for words in reports:
+        assert main(words) == 2
+        assert re.search("holds no result|there is no folder", capsys.readouterr().err), words
 
 
 def test_it_types_what_there_is():
