@@ -159,31 +159,6 @@ def test_an_interrupt_before_any_prompt_leaves_nothing(bench: Any, capsys: Any, 
     assert not bench.folder.exists()
 
 
-def test_an_interrupt_ends_a_sweep_and_its_cell_is_kept(bench: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    honest = measure.measure
-
-    def interrupted(*args: Any, **options: Any) -> Any:
-        found = honest(*args, **options)
-        found.interrupted = len(found.samples) > 0
-        return found
-
-    monkeypatch.setattr(run, "measure", interrupted)
-    assert bench.run("-m", "seed=1,2", "timing=untimed") == 130
-    assert capsys.readouterr().out.splitlines()[-1] == "interrupted seed=1"
-    assert [f.name for f in bench.folder.iterdir()] == ["seed=1"]
-
-
-def test_a_sweep_runs_each_combination(bench: Any, private: Path, capsys: Any):
-    assert bench.run("-m", "drafting=none,prompt_lookup", "batch=1,4", "timing=untimed") == 0
-    folders = sorted(f.name for f in bench.folder.iterdir())
-    assert folders == [
-        "drafting=none,batch=1", "drafting=none,batch=4",
-        "drafting=prompt_lookup,batch=1", "drafting=prompt_lookup,batch=4",
-    ]  # fmt: skip
-    assert all((bench.folder / name / "result.json").is_file() for name in folders)
-    assert capsys.readouterr().out.count("output: exact") == 4
-
-
 def test_a_prompt_that_is_too_long_is_named(bench: Any, capsys: Any):
     rows = [{"id": "short", "prompt": "ab"}, {"id": "long", "prompt": "a c" * 99}]
     assert bench.run(rows=rows) == 2
