@@ -1,0 +1,58 @@
+"""Every drafter of configs/drafting, also those that need more than their YAML says, beside a tiny target."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from decodelab.decoding.draft import Resources
+from decodelab.drafting.draft_model import DraftModel, ModelDrafter
+from decodelab.drafting.medusa import MedusaDrafter, MedusaHeads
+from decodelab.drafting.trees import cartesian
+from decodelab.experiments.compose import described, groups
+from decodelab.experiments.construct import Constructor
+from decodelab.tests.drafting.eagles import WithRandomEagle
+from decodelab.tests.tiny import tiny_decoder
+
+OPTIONS = groups()["drafting"]
+
+
+@dataclass(frozen=True)
+class WithTinyModel:
+    """A draft model that is nearly the target: its drafts are kept in part."""
+
+    settings: DraftModel
+
+    def build(self, resources: Resources) -> ModelDrafter:
+        config = resources.target.config
+        model = tiny_decoder(
+            scale=7.0, num_key_value_heads=config.kv_heads, max_position_embeddings=config.max_positions
+        )
+        return ModelDrafter(self.settings, model, config.vocab, resources.law)
+
+
+@dataclass(frozen=True)
+class WithRandomHeads:
+    """Medusa heads that know nothing: what they are for is in test_medusa.py."""
+
+    def build(self, resources: Resources) -> MedusaDrafter:
+        target, draws = resources.target, torch.Generator().manual_seed(0)
+        dim = target.config.dim
+        tensors = {f"{i}.0.linear.weight": torch.randn(dim, dim, generator=draws) for i in range(3)}
+        heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)
+        return MedusaDrafter(heads, cartesian([3, 2, 1]))
+
+
+# Drafters that need more than their YAML says, by name: an object whose `build` makes the drafter.
+BUILDERS: dict[str, Callable[[], object]] = {
+    "draft_model": lambda: WithTinyModel(DraftModel()),
+    "eagle": WithRandomEagle,
+    "medusa": WithRandomHeads,
+}
+
+
+def configured(name: str) -> object:
+    """The settings of an option by its name, or what stands for them here."""
+    if name in BUILDERS:
+        return BUILDERS[name]()
+    return Constructor().build(described("drafting", name, OPTIONS), object, "drafting")
