@@ -7,6 +7,7 @@ import torch
 
 from decodelab.decoding.draft import Resources
 from decodelab.drafting.draft_model import DraftModel, ModelDrafter
+from decodelab.drafting.layer_skip import LayerSkip
 from decodelab.drafting.medusa import MedusaDrafter, MedusaHeads
 from decodelab.drafting.trees import cartesian
 from decodelab.experiments.compose import described, groups
@@ -47,6 +48,7 @@ class WithRandomHeads:
 BUILDERS: dict[str, Callable[[], object]] = {
     "draft_model": lambda: WithTinyModel(DraftModel()),
     "eagle": WithRandomEagle,
+    "layer_skip": lambda: LayerSkip(exit=1),
     "medusa": WithRandomHeads,
 }
 
