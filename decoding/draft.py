@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..attention.cache import Cache
+from .errors import UserError
 from .law import LawSettings, Processors
 from .model.decoder import Decoder, Tap
 from .noise import Noise
@@ -105,7 +106,8 @@ class Room:
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a drafter must be given. `taps`: hidden states of verified rows; `prefill_hidden`: of the prompt's too;
-    `choices`: what plain decoding would emit behind each row, with the noise of that row's position."""
+    `choices`: what plain decoding would emit behind each row, with the noise of that row's position; `costs`: what rows
+    cost the target, measured before it drafts."""
 
     taps: tuple[Tap, ...] = ()
     prefill_hidden: bool = False
@@ -115,6 +117,7 @@ class Needs:
     target_cache: bool = False
     second_model: bool = False
     documents: bool = False
+    costs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +196,23 @@ class Remembers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a drafter is built beside: the loaded target, its tokenizer, the law it will be judged by."""
+    """What a drafter is built beside: the target, its tokenizer, the law it will be judged by. In a replay no target is
+    `loaded`, and the tokenizer is read only for a drafter that asks for it: `text` is it, or gives it."""
 
-    target: Decoder
-    tokenizer: PreTrainedTokenizerBase
+    loaded: Decoder | None
+    text: PreTrainedTokenizerBase | Callable[[], PreTrainedTokenizerBase]
     law: LawSettings
     progress: Callable[[str, int, int], None] | None = None  # (what, done, total)
+
+    @property
+    def target(self) -> Decoder:
+        if self.loaded is None:
+            raise UserError("replay has answers and no model, and this drafter is built beside one: leave replay out")
+        return self.loaded
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.text if isinstance(self.text, PreTrainedTokenizerBase) else self.text()
 
 
 @runtime_checkable

@@ -30,6 +30,9 @@ class Step:
     longest path of candidates; `accepted`: candidates kept and emitted, after the cut; `emitted`: tokens. `sources[i]`
     proposed accepted token i, `also_proposed[i]` are the others that offered the same token there. `draft_s` holds
     propose and observe, `other_s` what belongs to no phase. Seconds are filled in when the request is over.
+
+    `ranks[i]`: the place of accepted token i among its siblings. `offered[i]`: how many candidates there were for
+    emitted token i (0 for the target's own behind a leaf); both are empty where nothing was drafted.
     """
 
     request: int
@@ -50,6 +53,8 @@ class Step:
     accept_s: float = 0.0
     commit_s: float = 0.0
     other_s: float = 0.0
+    ranks: tuple[int, ...] = ()
+    offered: tuple[int, ...] = ()
 
     @property
     def total_s(self) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..attention.cache import Cache
 from ..attention.rows import Rows
 from .acceptance import Verdict
+from .acceptance.rule import children
 from .draft import Draft, Needs, Room, Seen
 from .errors import UserError
 from .events import Generation, Step
@@ -77,9 +78,12 @@ class Live:
                 f"it must have {vocab} columns, the target's vocabulary, and the rows that q_row names"
             )
 
-    def take(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "K1 V"] | None) -> Kept:
-        """Emit what the stop rule leaves of a verdict. `logits` of the root and the draft's rows, for log p."""
-        run = [*(draft.tokens[row] for row in verdict.path), verdict.next]
+    def take(
+        self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "K1 V"] | None, most: int | None = None
+    ) -> Kept:
+        """Emit what the stop rule leaves of a verdict, `most` tokens at most. `logits` of the root and the draft's
+        rows, for log p."""
+        run = [*(draft.tokens[row] for row in verdict.path), verdict.next][:most]
         count, self.out.reason = self.request.stop.cut(self.out.tokens, run)
         kept = Kept(verdict.path[:count], tuple(run[:count]))
         if self.out.logprobs is not None and logits is not None:
@@ -91,6 +95,9 @@ class Live:
         return kept
 
     def step(self, number: int, batch: int, draft: Draft, kept: Kept, sources: Sequence[str], cache: Cache) -> Step:
+        siblings = children(draft)
+        # the candidates for each emitted token; a token of the draft that the cut left last was followed by none
+        offered = tuple(len(siblings.get(row, ())) for row in (-1, *kept.path))[: len(kept.run)]
         return Step(
             request=self.out.request,
             step=number,
@@ -104,6 +111,8 @@ class Live:
             also_proposed=tuple(_rivals(draft, row, sources) for row in kept.path),
             kv_bytes=cache.nbytes,
             kv_slots=cache.slots,
+            ranks=tuple(siblings[draft.parents[row]].index(row) for row in kept.path),
+            offered=offered if len(draft) else (),
         )
 
 

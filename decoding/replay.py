@@ -1,9 +1,10 @@
 """What a drafter that looks at tokens alone would have done on answers that are known: no model, no time.
 
-The steps are those of the loop on a target that gives these answers: the same room, the same cut, the same events,
-without seconds.
+The steps are those of the loop on a target that gives these answers: the same room, the same cut, the same events. Of
+seconds they have what drafting takes here.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from ..attention.cache import DenseCache
 from ..attention.layout import uniform
 from .acceptance.rule import Verdict, walk
-from .draft import EMPTY, Draft, Drafter, Opened, Seen
+from .draft import EMPTY, Draft, Drafter, Needs, Opened, Seen
 from .errors import UserError
 from .events import Generation
 from .live import Live, each_of
@@ -21,14 +22,21 @@ from .reference import PREFILL_CHUNK
 from .request import Request
 
 
+def needs_model(needs: Needs, name: str) -> str | None:
+    """Why the drafter `name` cannot be replayed; None if it looks at tokens alone."""
+    n = needs
+    if not (n.taps or n.argmax or n.choices or n.topk or n.target_cache or n.second_model or n.costs):
+        return None
+    return (
+        f"replay has answers and no model, and {name} needs one: choose a drafter that looks at tokens alone, or leave "
+        "replay out"
+    )
+
+
 def can_replay(drafter: Drafter[Any]) -> None:
     """Refuses a drafter that needs more than tokens."""
-    n = drafter.needs
-    if n.taps or n.argmax or n.choices or n.topk or n.target_cache or n.second_model:
-        raise UserError(
-            f"replay has answers and no model, and {drafter.sources[0]} needs one: choose a drafter that looks at "
-            "tokens alone, or leave replay out"
-        )
+    if (reason := needs_model(drafter.needs, drafter.sources[0])) is not None:
+        raise UserError(reason)
 
 
 def replay(
@@ -56,25 +64,32 @@ def _one(drafter: Drafter[Any], request: Request, answer: Sequence[int], index: 
         _tell(drafter, s, Seen(tuple(s.tokens[at + 1 : at + size + 1]), at + 1, prefill=True))
     while out.reason is None and len(out.tokens) < len(answer):
         room = s.room(cache, nodes, drafter.gives.depth)
-        draft = EMPTY
+        draft, begin = EMPTY, time.perf_counter()
         if room.rows:
             noise = Noise(0, request.key, len(out.tokens))
             (draft,) = each_of(drafter, "propose", drafter.propose([s.state], [room], [noise]), [s])
-            s.check(draft, room, 1 << 62, drafter.sources)
-        kept = s.take(draft, _judge(draft, answer[len(out.tokens) :]), None)
+        proposed = time.perf_counter() - begin
+        s.check(draft, room, 1 << 62, drafter.sources)
+        rest = answer[len(out.tokens) :]
+        kept = s.take(draft, _judge(draft, rest), None, most=len(rest))
+        begin = time.perf_counter()
         _tell(drafter, s, Seen(kept.run, len(s.tokens) - len(kept.run), kept.path))
-        out.steps.append(s.step(len(out.steps), 1, draft, kept, drafter.sources, cache))
+        observed = time.perf_counter() - begin
+        step = s.step(len(out.steps), 1, draft, kept, drafter.sources, cache)
+        step.draft_s = proposed + observed
+        out.steps.append(step)
     drafter.finish(s.state)
     return out
 
 
 def _judge(draft: Draft, answer: Sequence[int]) -> Verdict:
-    """Keep what the answer says; behind its end nothing is kept."""
+    """Keep what the answer says; what a verdict has behind its end is cut off."""
 
     def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:
+        if offset == len(answer):
+            return None, answer[-1]
         token = answer[offset]
-        same = (c for c in candidates if draft.tokens[c] == token)
-        return (next(same, None) if offset + 1 < len(answer) else None), token
+        return next((c for c in candidates if draft.tokens[c] == token), None), token
 
     return walk(draft, decide)
 

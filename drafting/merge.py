@@ -58,7 +58,8 @@ class Merge:
 
     @property
     def needs(self) -> Needs:
-        return _needs([m.needs for m in self.members])
+        needs = _needs([m.needs for m in self.members])
+        return replace(needs, costs=needs.costs or self.budget == "auto")
 
     @property
     def gives(self) -> Gives:
@@ -261,6 +262,7 @@ def _needs(each: Sequence[Needs]) -> Needs:
         target_cache=any(n.target_cache for n in each),
         second_model=any(n.second_model for n in each),
         documents=any(n.documents for n in each),
+        costs=any(n.costs for n in each),
     )
 
 

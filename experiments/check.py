@@ -34,6 +34,7 @@ _NEEDS = {
     "target_cache": "the target's KV cache",
     "second_model": "a second model",
     "documents": "documents",
+    "costs": "what rows cost the target",
 }
 
 

@@ -85,7 +85,8 @@ class Log:
     def _steps(self, side: str) -> list[Step]:
         names = [field.name for field in fields(Step)]
         rows = read_lines(self.run.folder / "events.jsonl")
-        return [Step(**{n: r[n] for n in names}) for r in rows if (r.get("side"), r.get("event")) == (side, "step")]
+        steps = [r for r in rows if (r.get("side"), r.get("event")) == (side, "step")]
+        return [Step(**{n: r[n] for n in names if n in r}) for r in steps]
 
     @cached_property
     def drafting(self) -> list[Step]:

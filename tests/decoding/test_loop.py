@@ -12,6 +12,7 @@ from decodelab.attention.cache import DenseCache
 from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
+from decodelab.decoding.acceptance.rule import children
 from decodelab.decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Room, Seen, chain
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
@@ -430,6 +431,9 @@ def test_events_count_what_happened(decoder: Decoder, answers: Answers) -> None:
             assert step.depth == draft.depth
             assert step.accepted == len(seen.own_path) == len(step.sources)
             assert step.emitted == len(seen.tokens)
+            siblings = [children(draft).get(row, []) for row in (-1, *seen.own_path)]
+            assert tuple(some[rank] for some, rank in zip(siblings, step.ranks, strict=False)) == seen.own_path
+            assert step.offered == (tuple(map(len, siblings))[: step.emitted] if len(draft) else ())
             assert step.request == i
             assert step.kv_bytes > 0
             assert step.total_s > 0
@@ -454,6 +458,7 @@ def test_a_token_is_credited_to_the_first_that_offered_it(decoder: Decoder, answ
     (out,) = run(decoder, drafter, tokens=4, prompts=[prompt])
     assert out.steps[0].sources == ("a", "a")
     assert out.steps[0].also_proposed == (("b", "c"), ())
+    assert (out.steps[0].ranks, out.steps[0].offered) == ((1, 0), (5, 1, 0))  # d's is no candidate
 
 
 def test_propose_is_asked_for_the_live_sequences_alone(decoder: Decoder) -> None:

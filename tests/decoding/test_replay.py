@@ -1,15 +1,19 @@
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
-from decodelab.decoding.draft import Gives, Needs, chain
+from decodelab.decoding.draft import Gives, Needs, Resources, chain
 from decodelab.decoding.errors import UserError
-from decodelab.decoding.replay import replay
-from decodelab.drafting.merge import Merged
+from decodelab.decoding.events import Generation, Step
+from decodelab.decoding.replay import needs_model, replay
+from decodelab.drafting.merge import Merge, Merged
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.reference import Reference
-from decodelab.tests.rigged import PROMPTS, Rigged, ask
-from decodelab.tests.tiny import tiny_decoder
+from decodelab.tests.rigged import PROMPTS, Rigged, ask, oracle
+from decodelab.tests.tiny import tiny_decoder, tiny_tokenizer
 
 LOOK = PromptLookup(max_draft=6, per_match=None)
 
@@ -27,14 +31,43 @@ def test_the_steps_are_those_of_a_real_run(drafter, eos, budget):
     got = replay(drafter, requests, [w.tokens for w in want], budget=budget)
     for mine, real in zip(got, want, strict=True):
         assert (mine.tokens, mine.reason) == (real.tokens, real.reason)
-        facts = ("drafted", "verified", "depth", "accepted", "emitted", "sources", "also_proposed")
-        assert [[getattr(s, f) for f in facts] for s in mine.steps] == [
-            [getattr(s, f) for f in facts] for s in real.steps
-        ]
+        assert facts(mine) == facts(real)
     assert sum(s.accepted for g in got for s in g.steps) > 0
 
 
+def test_an_end_that_was_drafted_counts_as_in_a_real_run():
+    """An EOS inside a draft is accepted; what the draft has behind it is cut, whether or not the stop rule knows it."""
+    decoder, rule = tiny_decoder(scale=3.0), Greedy()
+    free = reference.generate(decoder, [ask(p, rule, 60) for p in PROMPTS], rule.law())
+    drafter = Rigged(oracle({tuple(p): g.tokens for p, g in zip(PROMPTS, free, strict=True)}))
+    ended = [ask(p, rule, 60, eos_ids=(free[2].tokens[30],)) for p in PROMPTS]
+    want = [loop.generate(decoder, [r], drafter, rule)[0] for r in ended]
+    assert [w.reason for w in want] == ["eos"] * 3
+    assert {w.steps[-1].accepted - w.steps[-1].emitted for w in want} == {0}  # the cut falls inside the draft
+    for requests in (ended, [ask(p, rule, 60) for p in PROMPTS]):
+        got = replay(drafter, requests, [w.tokens for w in want])
+        assert [facts(g) for g in got] == [facts(w) for w in want]
+        assert [g.tokens for g in got] == [w.tokens for w in want]
+
+
+def facts(g: Generation) -> list[list[Any]]:
+    """All that a step says but its seconds and its cache."""
+    unknown = {"request", "step", "at_s", "kv_bytes", "kv_slots"}
+    names = [f.name for f in fields(Step) if not f.name.endswith("_s") and f.name not in unknown]
+    return [[getattr(step, name) for name in names] for step in g.steps]
+
+
+def test_what_drafting_took_is_in_the_steps():
+    (got,) = replay(LOOK, [ask([1, 2, 1, 2, 1], Greedy(), 9)], [[2, 1, 2, 1, 2, 1]])
+    assert all(step.draft_s > 0 and step.total_s == step.draft_s for step in got.steps)
+
+
 def test_a_drafter_that_needs_a_model_is_refused():
+    assert Merge((LOOK,), budget="auto").needs.costs
+    assert Merge((Merge((LOOK,), budget="auto"), LOOK)).needs.costs
+    assert needs_model(Merge((LOOK,)).needs, "merge") is None
+    with pytest.raises(UserError, match=r"replay has answers and no model, and this drafter is built beside one"):
+        Merge((LOOK,), budget="auto").build(Resources(None, tiny_tokenizer, Greedy().law()))
     drafter = Rigged(lambda *_: chain([1]), needs=Needs(argmax=True), gives=Gives("chain", 1, 1))
     with pytest.raises(UserError, match=r"replay has answers and no model, and rigged needs one"):
         replay(drafter, [ask([1], Greedy())], [[2]])
