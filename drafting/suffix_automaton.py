@@ -5,7 +5,7 @@ that substrings of the text share. It grows by a token in amortised constant tim
 along, however long it is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -21,12 +21,19 @@ BORDER = -1  # between documents
 
 
 class SuffixAutomaton:
-    """A growing text, and where each of its substrings ends first. A `BORDER` in it is matched by no token."""
+    """A growing text, and where each of its substrings ends first. A `BORDER` in it is matched by no token.
 
-    __slots__ = ("_end", "_last", "_length", "_link", "_next", "tokens")
+    Of substrings of up to `counted` tokens it also knows how often they stand in the text; a token then takes up to so
+    many steps.
+    """
 
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
+    __slots__ = ("_count", "_counted", "_end", "_last", "_length", "_link", "_next", "_tail", "tokens")
+
+    def __init__(self, tokens: Iterable[int] = (), counted: int = 0) -> None:
         self.tokens: list[int] = []
+        self._counted = counted
+        self._tail = START  # the text's last `counted` tokens
+        self._count = [0]  # how often the substrings of a state stand in the text, if they are counted
         self._next: list[dict[int, int]] = [{}]  # the state that each following token leads to
         self._link = [0]  # the state of the longest suffix that ends in more places
         self._length = [0]  # of the longest substring of a state; all of them are longer than the link's
@@ -46,31 +53,42 @@ class SuffixAutomaton:
         while token not in following[state]:
             following[state][token] = new
             if state == 0:
-                return
+                break
             state = link[state]
-        target = following[state][token]
-        if length[target] > length[state] + 1:  # only its shorter substrings end here as well: they move to a new state
-            longer = target
-            target = self._state(dict(following[longer]), link[longer], self._end[longer], length[state] + 1)
-            link[longer] = target
-            while following[state].get(token) == longer:
-                following[state][token] = target
-                state = link[state]
-        link[new] = target
+        else:
+            target = following[state][token]
+            if length[target] > length[state] + 1:  # only its shorter substrings end here as well
+                target = self._split(state, token)
+            link[new] = target
+        if self._counted:
+            self._tail = self.follow(self._tail, token, self._counted)
+            for state in self.ends():
+                self._count[state] += 1
+
+    def _split(self, state: int, token: int) -> int:
+        """Moves what `token` makes of the substrings of `state` out of a state with longer ones to a new state."""
+        following, link = self._next, self._link
+        longer = following[state][token]
+        shorter = self._state(dict(following[longer]), link[longer], self._end[longer], self._length[state] + 1)
+        self._count[shorter] = self._count[longer]
+        link[longer] = shorter
+        while following[state].get(token) == longer:
+            following[state][token] = shorter
+            state = link[state]
+        return shorter
 
     def _state(self, following: dict[int, int], link: int, end: int, length: int) -> int:
         self._next.append(following)
         self._link.append(link)
         self._end.append(end)
         self._length.append(length)
+        self._count.append(0)
         return len(self._link) - 1
 
     def follow(self, match: Match, token: int, limit: int | None = None) -> Match:
         """The longest suffix of `match` + `token` that the text holds, cut to its last `limit` tokens."""
         following, link, lengths = self._next, self._link, self._length
-        state, length = match
-        while state and length <= lengths[link[state]]:  # the text grew, and the match's substring moved
-            state = link[state]
+        state, length = self.current(match)
         while token not in following[state]:
             if state == 0:
                 return START
@@ -83,6 +101,29 @@ class SuffixAutomaton:
                 state = link[state]
         return Match(state, length)
 
+    def current(self, match: Match) -> Match:
+        """The same substring in a text that has grown: it may have moved to another state."""
+        link, lengths = self._link, self._length
+        state, length = match
+        while state and length <= lengths[link[state]]:
+            state = link[state]
+        return Match(state, length)
+
     def end(self, match: Match) -> int:
         """The first place in the text at which the match ends."""
         return self._end[match.state]
+
+    def count(self, state: int) -> int:
+        """How often a state's substrings stand in the text: exact for those of up to `counted` tokens."""
+        return self._count[state]
+
+    def following(self, state: int) -> Mapping[int, int]:
+        """The state of the substring with one more token, for each token that follows one of this state."""
+        return self._next[state]
+
+    def ends(self) -> Iterator[int]:
+        """The states of the text's ends, up to that of `counted` tokens, longest first."""
+        state = self._tail.state
+        while state:
+            yield state
+            state = self._link[state]

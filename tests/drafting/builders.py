@@ -3,16 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from decodelab.decoding import reference
+from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.draft import Resources
 from decodelab.drafting.draft_model import DraftModel, ModelDrafter
 from decodelab.drafting.layer_skip import LayerSkip
 from decodelab.drafting.medusa import MedusaDrafter, MedusaHeads
+from decodelab.drafting.retrieval import Retrieval, Retriever
+from decodelab.drafting.suffix_array import BORDER, SuffixArray, Texts
 from decodelab.drafting.trees import cartesian
 from decodelab.experiments.compose import described, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.tests.drafting.eagles import WithRandomEagle
+from decodelab.tests.rigged import ask
 from decodelab.tests.tiny import tiny_decoder
 
 OPTIONS = groups()["drafting"]
@@ -44,12 +50,28 @@ class WithRandomHeads:
         return MedusaDrafter(heads, cartesian([3, 2, 1]))
 
 
+@dataclass(frozen=True)
+class WithWhatTheTargetSays:
+    """A datastore of plain decoding's own outputs, with a token in seven changed."""
+
+    def build(self, resources: Resources) -> Retriever:
+        asked = [ask(p, Greedy()) for p in ([7, 8, 9], [5, 6, 7] * 3)]
+        said = reference.generate(resources.target, asked, Greedy().law())
+        texts = [
+            [*r.prompt, *(0 if i % 7 == 6 else t for i, t in enumerate(g.tokens))]
+            for r, g in zip(asked, said, strict=True)
+        ]
+        text = [token for tokens in texts for token in (*tokens, BORDER)]
+        return Retriever(Retrieval(), Texts((SuffixArray.of(np.array(text, np.uint32)),)))
+
+
 # Drafters that need more than their YAML says, by name: an object whose `build` makes the drafter.
 BUILDERS: dict[str, Callable[[], object]] = {
     "draft_model": lambda: WithTinyModel(DraftModel()),
     "eagle": WithRandomEagle,
     "layer_skip": lambda: LayerSkip(exit=1),
     "medusa": WithRandomHeads,
+    "retrieval": WithWhatTheTargetSays,
 }
 
 

@@ -1,0 +1,184 @@
+"""Texts of the user's that a drafter looks things up in: a corpus, and the datastore that is made of it.
+
+A corpus is a text file, or a .jsonl file whose lines are texts or objects with a `text`. A datastore is a safetensors
+file with its tokens and the order of its places, 32 bits each, read by memory map; it belongs to one vocabulary.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from transformers import PreTrainedTokenizerBase
+
+from ..decoding.draft import Resources
+from ..decoding.errors import UserError
+from ..decoding.model.source import Source
+from ..decoding.model.storage import atomic_file, cache_dir, file_digest
+from .suffix_array import BORDER, DEPTH, SuffixArray, sort_places
+from .trained import NOTE
+
+KIND = f"datastore by {DEPTH} tokens"
+PIECE = 1 << 20  # bytes of text that are tokenised at once
+
+
+@dataclass(frozen=True, slots=True)
+class Datastore:
+    """`corpus` alone: made at the first use and kept in the cache. `file` alone: made before. Both: made there."""
+
+    corpus: str | None
+    file: str | None = None
+
+    def check(self, target: Source) -> None:
+        """Refuses what is not there or belongs to another vocabulary; reads no text but its beginning."""
+        self._check(target.tokenizer, target.config.vocab_size)
+        if self.corpus is not None:
+            next(_documents(_corpus(self.corpus)))
+
+    def open(self, resources: Resources) -> SuffixArray:
+        """Makes it if it is not there."""
+        vocab = resources.target.config.vocab
+        file, there = self._check(resources.tokenizer, vocab)
+        if not there:
+            assert self.corpus is not None
+            _make(file, _corpus(self.corpus), resources)
+            self._check(resources.tokenizer, vocab)
+        return _read(file)
+
+    def _check(self, tokenizer: PreTrainedTokenizerBase, vocab: int) -> tuple[Path, bool]:
+        """(its file, whether it is there)."""
+        corpus = None if self.corpus is None else _corpus(self.corpus)
+        words = vocabulary_digest(tokenizer)
+        if self.file is not None:
+            file = Path(self.file).expanduser()
+        else:
+            assert corpus is not None
+            key = hashlib.sha256(f"{KIND} {file_digest(corpus)} {words}".encode()).hexdigest()
+            file = cache_dir() / "datastores" / f"{key}.safetensors"
+        if not file.exists():
+            if corpus is None:
+                raise UserError(f"drafting.datastore={self.file} does not exist; with drafting.corpus=TEXT it is made")
+            return file, False
+        about = _about(file)
+        if about["vocabulary"] != words:
+            raise UserError(f"{file} was made with another tokenizer than the target's: make one for this target")
+        if about["largest"] >= vocab:
+            raise UserError(f"{file} holds token id {about['largest']}, but the target's vocabulary has {vocab}")
+        if corpus is not None and about["corpus"] != file_digest(corpus):
+            raise UserError(
+                f"{file} was not made of {corpus}: name another drafting.datastore, or leave one of them out"
+            )
+        return file, True
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of all tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def _corpus(path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"drafting.corpus={path} is no file; it is a .txt or a .jsonl file")
+    if file.suffix not in (".txt", ".jsonl"):
+        raise UserError(f"drafting.corpus={path} is neither .txt nor .jsonl: convert it to one of them")
+    return file
+
+
+def _documents(file: Path) -> Iterator[tuple[str, int]]:
+    """(a document, the bytes read so far). A text file comes in pieces. Refuses a corpus without any text."""
+    done, empty = 0, True
+    with file.open("rb") as lines:
+        pieces = lines if file.suffix == ".jsonl" else iter(lambda: b"".join(lines.readlines(PIECE)), b"")
+        for number, piece in enumerate(pieces, 1):
+            done += len(piece)
+            where = f"{file}:{number}" if file.suffix == ".jsonl" else str(file)
+            try:
+                text = piece.decode()
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where} is not UTF-8 ({error.reason}): save it as such") from None
+            if not text.strip():
+                continue
+            if file.suffix == ".jsonl":
+                text = _text_of(text, where)
+            empty = False
+            yield text, done
+    if empty:
+        raise UserError(f"drafting.corpus={file} holds no text")
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error})") from None
+    text = row.get("text") if isinstance(row, dict) else row
+    if not isinstance(text, str):
+        raise UserError(f"{where}: a line of a corpus is a text in quotes, or an object with a `text`, not {line:.60}")
+    return text
+
+
+def _make(file: Path, corpus: Path, resources: Resources) -> None:
+    size, parts, batch, pending, documents = corpus.stat().st_size, [], [], 0, 0
+
+    def tokenise() -> None:
+        found = resources.tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        parts.extend(np.array([*ids, BORDER], np.uint32) for ids in found["input_ids"] if ids)
+        batch.clear()
+
+    for text, done in _documents(corpus):
+        batch.append(text)
+        documents += 1
+        pending += len(text)
+        if pending >= PIECE:
+            tokenise()
+            pending = 0
+            if resources.progress is not None:
+                resources.progress(f"reading {corpus.name}", done, size)
+    tokenise()
+    text = np.concatenate(parts)
+    largest = int(text[text != BORDER].max())
+    note = {
+        "kind": KIND,
+        "vocabulary": vocabulary_digest(resources.tokenizer),
+        "largest": largest,
+        "corpus": file_digest(corpus),
+        "documents": documents,
+    }
+    content = save({"text": text, "order": sort_places(text)}, {NOTE: json.dumps(note)})
+    with atomic_file(file, len(content)) as whole:
+        whole.write(content)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read as a datastore ({error}): delete it and make it again") from None
+
+
+def _about(file: Path) -> Mapping[str, Any]:
+    stored = _open(file)
+    try:
+        about = json.loads((stored.metadata() or {})[NOTE])
+        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
+    except (LookupError, ValueError):
+        about, slices = {}, {}
+    kinds = {name: part.get_dtype() for name, part in slices.items()}
+    sizes = {tuple(part.get_shape()) for part in slices.values()}
+    if about.get("kind") != KIND or kinds != {"text": "U32", "order": "U32"} or len(sizes) != 1:
+        raise UserError(f"{file} is no {KIND}: name one that drafting.corpus made, or make it again")
+    return about
+
+
+def _read(file: Path) -> SuffixArray:
+    stored = _open(file)
+    text, order = stored.get_tensor("text").numpy(), stored.get_tensor("order").numpy()
+    if text[-1] != BORDER or int(order.max()) >= len(text):
+        raise UserError(f"{file} is damaged: delete it and make it again")
+    return SuffixArray(text, order)
