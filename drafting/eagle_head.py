@@ -106,6 +106,8 @@ def read_config(trained: Trained, label: str, dim: int, vocab: int, layers: int)
         return max(least, size[0]) if len(size) == 2 else least
 
     at = "midlayer." if fused else "layers.0."
+    if "fc.weight" not in shapes or not any(name.startswith(at) for name in shapes):
+        raise UserError(f"{file} holds no EAGLE head: its tensors are {', '.join(list(trained.shapes)[:4])} …")
     own = {"embed_tokens.weight", "lm_head.weight"} <= shapes.keys()  # then it may be narrower than the target
     layer = _layer(
         trained,
@@ -116,8 +118,6 @@ def read_config(trained: Trained, label: str, dim: int, vocab: int, layers: int)
     )
     config = HeadConfig(layer, _taps(trained, layers) if fused else ("final",), dim, vocab)
     wanted = config.shapes()
-    if "fc.weight" not in shapes or not any(name.startswith(at) for name in shapes):
-        raise UserError(f"{file} holds no EAGLE head: its tensors are {', '.join(list(trained.shapes)[:4])} …")
     if missing := [name for name in wanted if name not in shapes]:
         raise UserError(f"{file} lacks {missing[0]}: it is incomplete, or no head of EAGLE-{3 if fused else '1 or -2'}")
     known = wanted | config.more_shapes()
@@ -128,10 +128,10 @@ def read_config(trained: Trained, label: str, dim: int, vocab: int, layers: int)
             f"{file} foretells {layer.vocab} tokens of {label}'s {vocab}, but has no d2t, which says which ones: "
             "save the map with the head, or no draft is ever right"
         )
-    for name, size in shapes.items():
-        if size != known[name]:
+    for name, size in known.items():
+        if shapes.get(name, size) != size:
             raise UserError(
-                f"{file}: {name} is {list(size)}, but must be {list(known[name])} with {layer.heads} heads over "
+                f"{file}: {name} is {list(shapes[name])}, but must be {list(size)} with {layer.heads} heads over "
                 f"{layer.kv_heads}, {label}'s hidden size of {dim} and its vocabulary of {vocab}: the head belongs to "
                 "another model, or the config beside it to another head"
             )
@@ -176,17 +176,17 @@ def _taps(trained: Trained, layers: int) -> tuple[Tap, ...]:
 
 def read_tensors(trained: Trained, config: HeadConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """By names without "model."; refuses numbers that are not finite and a d2t that leads out of the vocabulary."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in trained.tensors().items():
-        bare = _bare(name)
-        if bare in ("d2t", "t2d") or bare.endswith("rotary_emb.inv_freq"):
-            if bare == "d2t":
-                found[bare] = tensor.to(device=device, dtype=torch.long)
-            continue
-        found[bare] = tensor.to(device=device, dtype=dtype)
-        if not torch.isfinite(found[bare]).all():
-            raise UserError(f"{trained.file}: {name} is not finite in {dtype}: corrupt, or too large for it")
-    if (offsets := found.get("d2t")) is not None:
+    stored = {_bare(name): tensor for name, tensor in trained.tensors().items()}
+    offsets = stored.pop("d2t", None)
+    found = {
+        name: stored[name].to(device=device, dtype=dtype)
+        for name in config.shapes() | config.more_shapes()
+        if name in stored and name != "t2d"  # t2d says again what d2t says
+    }
+    if wrong := [name for name, tensor in found.items() if not torch.isfinite(tensor).all()]:
+        raise UserError(f"{trained.file}: {wrong[0]} is not finite in {dtype}: corrupt, or too large for it")
+    if offsets is not None:
+        found["d2t"] = offsets = offsets.to(device=device, dtype=torch.long)
         ids = offsets + torch.arange(len(offsets), device=device)
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab or len(ids.unique()) < len(ids):
             raise UserError(
