@@ -29,6 +29,7 @@ _OURS = {  # what our note calls the fields of a config.json
 _READ = (*_OURS.values(), "rope_theta", "rope_scaling", "rope_parameters", "hidden_act")
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
+Shapes = dict[str, tuple[int, ...]]
 Product = Callable[[Tensor], Tensor]
 # (q [T, H, D], k [T, Hkv, D], v) of new rows, rotated → [T, H · D]: keeps k and v, and knows what each row sees
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -53,33 +54,34 @@ class HeadConfig:
         """Before the names of the layer's tensors."""
         return "midlayer." if self.fused else "layers.0."
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Every tensor that the head must have."""
         c, at = self.layer, self.at
         q, kv, wide = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.dim * (1 + self.fused)
-        products = {
-            "fc": (c.dim, len(self.taps) * self.dim if self.fused else 2 * self.dim),
-            f"{at}self_attn.q_proj": (q, wide),
-            f"{at}self_attn.k_proj": (kv, wide),
-            f"{at}self_attn.v_proj": (kv, wide),
-            f"{at}self_attn.o_proj": (c.dim, q),
-            f"{at}mlp.gate_proj": (c.mlp_dim, c.dim),
-            f"{at}mlp.up_proj": (c.mlp_dim, c.dim),
-            f"{at}mlp.down_proj": (c.dim, c.mlp_dim),
+        found: Shapes = {
+            "fc.weight": (c.dim, len(self.taps) * self.dim if self.fused else 2 * self.dim),
+            f"{at}self_attn.q_proj.weight": (q, wide),
+            f"{at}self_attn.k_proj.weight": (kv, wide),
+            f"{at}self_attn.v_proj.weight": (kv, wide),
+            f"{at}self_attn.o_proj.weight": (c.dim, q),
+            f"{at}mlp.gate_proj.weight": (c.mlp_dim, c.dim),
+            f"{at}mlp.up_proj.weight": (c.mlp_dim, c.dim),
+            f"{at}mlp.down_proj.weight": (c.dim, c.mlp_dim),
+            f"{at}post_attention_layernorm.weight": (c.dim,),
         }
-        norms = [f"{at}post_attention_layernorm"]
         if self.fused:
-            norms += [f"{at}input_layernorm", f"{at}hidden_norm", "norm"]
-        return {f"{n}.weight": size for n, size in products.items()} | {f"{n}.weight": (c.dim,) for n in norms}
+            norms = (f"{at}input_layernorm", f"{at}hidden_norm", "norm")
+            found |= {f"{name}.weight": (c.dim,) for name in norms}
+        return found
 
-    def more_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What it may have beside them: biases, an embedding, an unembedding and a vocabulary of its own."""
+    def more_shapes(self) -> Shapes:
+        """What it may have beside them: an embedding, an unembedding, biases, and a vocabulary of its own."""
         c = self.layer
-        biases = {n.replace(".weight", ".bias"): size[:1] for n, size in self.shapes().items() if len(size) == 2}
-        more = {"embed_tokens.weight": (self.vocab, c.dim), "lm_head.weight": (c.vocab, c.dim)}
+        found: Shapes = {"embed_tokens.weight": (self.vocab, c.dim), "lm_head.weight": (c.vocab, c.dim)}
+        found |= {n.replace(".weight", ".bias"): size[:1] for n, size in self.shapes().items() if len(size) == 2}
         if self.fused:
-            return biases | more | {"d2t": (c.vocab,), "t2d": (self.vocab,)}
-        return biases | more | {f"{self.at}input_layernorm.weight": (c.dim,)}
+            return found | {"d2t": (c.vocab,), "t2d": (self.vocab,)}
+        return found | {f"{self.at}input_layernorm.weight": (c.dim,)}
 
 
 def three_taps(layers: int) -> tuple[int, int, int]:
