@@ -9,7 +9,7 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any, Protocol, runtime_checkable
 
@@ -88,8 +88,16 @@ class Counted(Protocol):
 
 
 @torch.inference_mode()
-def measure_target(target: Decoder, *, context: int, rows: Sequence[int] = ROWS, repeats: int = 9) -> Profile:
-    """T(k) as the loop's verification pays it: all rows' logits, their argmax on the host. The k take turns."""
+def measure_target(
+    target: Decoder,
+    *,
+    context: int,
+    rows: Sequence[int] = ROWS,
+    repeats: int = 9,
+    layers: Sequence[int] | None = None,
+) -> Profile:
+    """T(k) as the loop's verification pays it: all rows' logits, their argmax on the host. The k take turns. `layers`:
+    of these alone, as a draft of the target's own layers pays it."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.config.vocab, (context + max(rows),), generator=generator).tolist()
     cache = target.open_cache(1, len(tokens))
@@ -105,7 +113,7 @@ def measure_target(target: Decoder, *, context: int, rows: Sequence[int] = ROWS,
         order.shuffle(feeds)  # no k always follows the same other one
         for k, feed in feeds:
             begin = time.perf_counter()
-            target(feed, cache).logits.argmax(-1).tolist()
+            target(feed, cache, layers=layers).logits.argmax(-1).tolist()
             spent = time.perf_counter() - begin
             cache.drop()
             if turn >= _WARM:
@@ -231,6 +239,20 @@ def break_even_alpha(gamma: int, profile: Profile, cost: DraftCost, share: float
         middle = (low + high) / 2
         low, high = (low, middle) if speedup(middle, gamma, profile, cost, share) >= 1 else (middle, high)
     return high
+
+
+def account(
+    profile: Profile, cost: DraftCost, steps: Sequence[Counted], measured: float | None = None
+) -> dict[str, Any]:
+    """T(k), the draft's cost, and what follows from them, as plain data. `measured`: the speedup that was timed."""
+    return {
+        "context": profile.context,
+        "seconds": profile.seconds,
+        "draft": asdict(cost),
+        "alpha": acceptance_probability(steps),
+        "predicted_speedup": predict(profile, cost, steps),
+        "explained": explain(profile, cost, steps, measured),
+    }
 
 
 def explain(profile: Profile, cost: DraftCost, steps: Sequence[Counted], measured: float | None = None) -> list[str]:

@@ -175,6 +175,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         from .sweep.sweep import sweep
 
         return sweep(words.job, cells, configs, words.overrides, words.config_dirs)
+    if words.job != "check":
+        raise UserError(f"{words.job} is of one configuration: leave out the sweep")
     from .check import check_cells
 
     return check_cells(cells, configs)
@@ -196,6 +198,12 @@ def _check(config: "RunConfig") -> int:
     from .check import check
 
     return check(config)
+
+
+def _layers(config: "RunConfig") -> int:
+    from .layers import layers
+
+    return layers(config)
 
 
 def _report(words: Sequence[str]) -> int:
@@ -263,6 +271,9 @@ JOBS: Mapping[str, Job] = {
         measures=True,
     ),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
+    "layers": Job(
+        "which layers drafting=layer_skip may leave out, looked for on a task; writes output=FILE.json", _layers
+    ),
 }
 PLAIN: Mapping[str, Plain] = {
     "report": Plain("runs side by side, against earlier ones, or one explained; decodelab report --help", _report),

@@ -19,6 +19,19 @@ Rerun = Literal["failed", "stale", "all"]
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSearch:
+    """Of the job `layers`. `tries`: sets of layers, at most; `max_draft`: the longest draft that is thought of."""
+
+    tries: int = 100
+    max_draft: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("tries", "max_draft"):
+            if getattr(self, name) < 1:
+                raise UserError(f"layers.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """Parts are built, weights are not loaded. `resolved` is the whole configuration as plain data, for the record."""
 
@@ -45,6 +58,7 @@ class RunConfig:
     rerun: Rerun | None = None
     sweep: Any = None  # whoever composes has multiplied it out
     search: SearchSettings | None = None
+    layers: LayerSearch = field(default_factory=LayerSearch)
     trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)
 

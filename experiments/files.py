@@ -12,7 +12,7 @@ from ..decoding.errors import UserError
 SCHEMA = 1  # of result.json
 # What does not change what is measured, so that it does not change a run's key.
 NOT_IN_KEY = (
-    "output", "tracking", "hydra", "rerun", "cell", "stop_after_failures", "budget_hours", "search", "against"
+    "output", "tracking", "hydra", "rerun", "cell", "stop_after_failures", "budget_hours", "search", "against", "layers",
 )  # fmt: skip
 
 

@@ -180,7 +180,9 @@ def measure(
     `timing=anchored` takes the baseline from `baselines` if it is there, and puts it there if not. `after` is called
     with the prompts of each batch, once both sides have run.
     """
-    first = [_request(lab, item, (), settings) for item in task.items]  # what is wrong with one is said before any runs
+    first = [
+        request_of(lab, item, (), settings) for item in task.items
+    ]  # what is wrong with one is said before any runs
     total = sum(item.turns for item in task.items)
     plain = Plain.open(lab, seed, batch)
     kept = baselines if baselines is not None and timing == "anchored" else {}
@@ -232,7 +234,8 @@ def measure(
     return out
 
 
-def _request(lab: Lab, item: Item, answers: Sequence[str], settings: TaskSettings) -> Request:
+def request_of(lab: Lab, item: Item, answers: Sequence[str], settings: TaskSettings) -> Request:
+    """Turn number `len(answers)` of an item."""
     prompt = encode(item, answers, lab.tokenizer, settings)
     try:
         return lab.request(prompt, settings.max_new_tokens, documents=encode_documents(item, lab.tokenizer))
@@ -260,7 +263,7 @@ def _units(
             for item in items:
                 if turn < item.turns:
                     try:
-                        live.append((item, _request(lab, item, answers[item.id], settings)))
+                        live.append((item, request_of(lab, item, answers[item.id], settings)))
                     except UserError as error:
                         out.warnings.append(f"turns from {turn + 1} on are left out: {error}")
             turn += 1
