@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..decoding.draft import Resources
 from ..decoding.errors import UserError
 from ..decoding.model.source import Source
-from ..decoding.model.storage import atomic_file, cache_dir, file_digest
+from ..decoding.model.storage import Progress, atomic_file, cache_dir, file_digest
 from .suffix_array import BORDER, DEPTH, SuffixArray, sort_places
 from .trained import NOTE
 
@@ -36,49 +36,54 @@ class Datastore:
 
     def check(self, target: Source) -> None:
         """Refuses what is not there or belongs to another vocabulary; reads no text but its beginning."""
-        self._check(target.tokenizer, target.config.vocab_size)
-        if self.corpus is not None:
+        words = vocabulary_digest(target.tokenizer)
+        file = self._locate(words)
+        if file.exists():
+            self._admit(file, words, target.config.vocab_size)
+        elif self.corpus is not None:
             next(_documents(_corpus(self.corpus)))
 
     def open(self, resources: Resources) -> SuffixArray:
-        """Makes it if it is not there."""
-        vocab = resources.target.config.vocab
-        file, there = self._check(resources.tokenizer, vocab)
-        if not there:
+        """Makes it if it is not there. A replay has no target, and takes what its tokenizer made."""
+        tokenizer, target = resources.tokenizer, resources.loaded
+        words = vocabulary_digest(tokenizer)
+        file = self._locate(words)
+        if not file.exists():
             assert self.corpus is not None
-            _make(file, _corpus(self.corpus), resources)
-            self._check(resources.tokenizer, vocab)
+            _make(file, _corpus(self.corpus), tokenizer, words, resources.progress)
+        self._admit(file, words, None if target is None else target.config.vocab)
         return _read(file)
 
-    def _check(self, tokenizer: PreTrainedTokenizerBase, vocab: int) -> tuple[Path, bool]:
-        """(its file, whether it is there)."""
+    def _locate(self, words: str) -> Path:
         corpus = None if self.corpus is None else _corpus(self.corpus)
-        words = vocabulary_digest(tokenizer)
-        if self.file is not None:
-            file = Path(self.file).expanduser()
-        else:
+        if self.file is None:
             assert corpus is not None
             key = hashlib.sha256(f"{KIND} {file_digest(corpus)} {words}".encode()).hexdigest()
-            file = cache_dir() / "datastores" / f"{key}.safetensors"
-        if not file.exists():
-            if corpus is None:
-                raise UserError(f"drafting.datastore={self.file} does not exist; with drafting.corpus=TEXT it is made")
-            return file, False
+            return cache_dir() / "datastores" / f"{key}.safetensors"
+        file = Path(self.file).expanduser()
+        if corpus is None and not file.is_file():
+            raise UserError(f"drafting.datastore={self.file} is no file; with drafting.corpus=TEXT it is made there")
+        return file
+
+    def _admit(self, file: Path, words: str, vocab: int | None) -> None:
         about = _about(file)
         if about["vocabulary"] != words:
             raise UserError(f"{file} was made with another tokenizer than the target's: make one for this target")
-        if about["largest"] >= vocab:
-            raise UserError(f"{file} holds token id {about['largest']}, but the target's vocabulary has {vocab}")
-        if corpus is not None and about["corpus"] != file_digest(corpus):
+        if vocab is not None and about["largest"] >= vocab:
             raise UserError(
-                f"{file} was not made of {corpus}: name another drafting.datastore, or leave one of them out"
+                f"{file} holds token id {about['largest']}, but the target's vocabulary is 0 to {vocab - 1}"
             )
-        return file, True
+        if self.corpus is not None and about["corpus"] != file_digest(_corpus(self.corpus)):
+            raise UserError(
+                f"{file} was not made of {self.corpus}: name another drafting.datastore, or leave one of them out"
+            )
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of all tokens and their ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    return hashlib.sha256(json.dumps([tokens, [vocabulary[t] for t in tokens]]).encode()).hexdigest()
 
 
 def _corpus(path: str) -> Path:
@@ -102,14 +107,26 @@ def _documents(file: Path) -> Iterator[tuple[str, int]]:
                 text = piece.decode()
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is not UTF-8 ({error.reason}): save it as such") from None
-            if not text.strip():
-                continue
-            if file.suffix == ".jsonl":
+            if file.suffix == ".jsonl" and text.strip():
                 text = _text_of(text, where)
-            empty = False
-            yield text, done
+            if text.strip():
+                empty = False
+                yield text, done
     if empty:
         raise UserError(f"drafting.corpus={file} holds no text")
+
+
+def _batches(file: Path) -> Iterator[tuple[list[str], int]]:
+    """Documents of a PIECE of text or more together."""
+    batch: list[str] = []
+    done = 0
+    for text, done in _documents(file):
+        batch.append(text)
+        if sum(map(len, batch)) >= PIECE or len(batch) == 1000:
+            yield batch, done
+            batch = []
+    if batch:
+        yield batch, done
 
 
 def _text_of(line: str, where: str) -> str:
@@ -123,32 +140,22 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-def _make(file: Path, corpus: Path, resources: Resources) -> None:
-    size, parts, batch, pending, documents = corpus.stat().st_size, [], [], 0, 0
-
-    def tokenise() -> None:
-        found = resources.tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        parts.extend(np.array([*ids, BORDER], np.uint32) for ids in found["input_ids"] if ids)
-        batch.clear()
-
-    for text, done in _documents(corpus):
-        batch.append(text)
-        documents += 1
-        pending += len(text)
-        if pending >= PIECE:
-            tokenise()
-            pending = 0
-            if resources.progress is not None:
-                resources.progress(f"reading {corpus.name}", done, size)
-    tokenise()
+def _make(file: Path, corpus: Path, tokenizer: PreTrainedTokenizerBase, words: str, progress: Progress | None) -> None:
+    size, parts = corpus.stat().st_size, []
+    for batch, done in _batches(corpus):
+        found = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        parts += [np.array([*ids, BORDER], np.uint32) for ids in found["input_ids"] if ids]
+        if progress is not None:
+            progress(f"reading {corpus.name}", done, size)
+    if not parts:
+        raise UserError(f"drafting.corpus={corpus} holds no text that the target's tokenizer knows")
     text = np.concatenate(parts)
-    largest = int(text[text != BORDER].max())
     note = {
         "kind": KIND,
-        "vocabulary": vocabulary_digest(resources.tokenizer),
-        "largest": largest,
+        "vocabulary": words,
+        "largest": int(text[text != BORDER].max()),
         "corpus": file_digest(corpus),
-        "documents": documents,
+        "documents": len(parts),
     }
     content = save({"text": text, "order": sort_places(text)}, {NOTE: json.dumps(note)})
     with atomic_file(file, len(content)) as whole:
@@ -179,6 +186,6 @@ def _about(file: Path) -> Mapping[str, Any]:
 def _read(file: Path) -> SuffixArray:
     stored = _open(file)
     text, order = stored.get_tensor("text").numpy(), stored.get_tensor("order").numpy()
-    if text[-1] != BORDER or int(order.max()) >= len(text):
+    if not len(text) or text[-1] != BORDER or int(order.max()) >= len(text):
         raise UserError(f"{file} is damaged: delete it and make it again")
     return SuffixArray(text, order)
