@@ -314,7 +314,7 @@ def _show(found: Sequence[Tried], count: int, answers: Answers, label: str, file
     tokens = sum(map(len, answers.tokens))
     console.print(f"{label}: {len(found)} sets of layers on {len(answers.requests)} answers, {tokens} tokens\n")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in ("", "layers", "draft", "acceptance by position", "tokens/step", "predicted"):
+    for head in ("", "layers", "draft", "acceptance", "tokens/step", "predicted"):
         table.add_column(head, justify="left" if not head else "right")
     for name, tried in (("best set", best), ("best early exit", max(exits, key=lambda t: t.speedup))):
         chances = " ".join(f"{100 * chance:.0f} %" for chance in tried.acceptance)
