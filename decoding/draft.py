@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float
@@ -184,6 +185,14 @@ class Drafter(Protocol[S]):
     def propose(self, states: Sequence[S], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]: ...
     def observe(self, states: Sequence[S], seen: Sequence[Seen]) -> list[S]: ...
     def finish(self, state: S) -> None: ...
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """Settings that name files beside models: heads, a tree, a corpus. What is in them is part of a run's key."""
+
+    @property
+    def files(self) -> tuple[Path, ...]: ...
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -52,6 +53,11 @@ class Eagle:
         for name in ("nodes", "depth", "topk"):
             if getattr(self, name) < 1:
                 raise UserError(f"drafting.{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        head = () if self.path is None else (open_trained(self.path, "eagle", FILES).file,)
+        return head if self.tree in (None, "chain") else (*head, Path(self.tree))
 
     @property
     def shape(self) -> TreeShape | None:

@@ -55,6 +55,10 @@ class LayerSkip:
             raise UserError(f"drafting.confidence must be at least 0 and below 1, got {self.confidence}")
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return (Path(self.skip),) if isinstance(self.skip, str) else ()
+
+    @property
     def gives(self) -> Gives:
         return Gives("chain", self.max_draft, self.max_draft)
 

@@ -49,6 +49,11 @@ class Medusa:
         return _opened(self.path)
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        heads = () if self.path is None else (self.heads.file,)
+        return heads if self.tree in (None, "chain") or not isinstance(self.tree, str) else (*heads, Path(self.tree))
+
+    @property
     def shape(self) -> TreeShape:
         """Refuses a tree deeper than there are heads (Medusa#63)."""
         heads = count_heads(self.heads)

@@ -6,6 +6,7 @@ drafted as a tree.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen
@@ -38,6 +39,12 @@ class Retrieval:
 
     def __post_init__(self) -> None:
         check_bounds(self.nodes, self.max_depth, self.min_match, self.max_match, self.min_prob)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The text, which a datastore is made of, or the datastore alone."""
+        named = self.datastore if self.corpus is None else self.corpus
+        return () if named is None else (Path(named),)
 
     @property
     def gives(self) -> Gives:

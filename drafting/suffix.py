@@ -8,6 +8,7 @@ one that promises more right tokens. SAM decoding (arXiv:2411.10666) has the sam
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
@@ -51,6 +52,10 @@ class Suffix:
             raise UserError(f"drafting.per_match must be above 0 and finite, or null for no cap, got {self.per_match}")
         if self.capacity < 3:
             raise UserError(f"drafting.capacity must be at least 3 tokens, got {self.capacity}; or set remember=false")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return () if self.corpus is None else (Path(self.corpus),)
 
     @property
     def gives(self) -> Gives:
@@ -97,9 +102,10 @@ class Own:
         return self.text.count(node) - (node in self.ends)
 
     def followers(self, node: int, least: int) -> list[tuple[int, int, int]]:
+        """Of equally frequent ones that comes first which was new last."""
         following, count = self.text.following(node), self.text.count
-        tokens = following if len(following) <= MANY else self._frequent(node, following)
-        found = [(token, count(following[token]), following[token]) for token in tokens]
+        tokens = list(following) if len(following) <= MANY else self._frequent(node, following)
+        found = [(token, count(following[token]), following[token]) for token in reversed(tokens)]
         return [follower for follower in found if follower[1] >= least]
 
     def _frequent(self, node: int, following: Mapping[int, int]) -> list[int]:

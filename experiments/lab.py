@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..decoding import loop, reference
 from ..decoding.acceptance import Acceptance
-from ..decoding.draft import Drafter, DrafterSettings, Remembers, Resources
+from ..decoding.draft import Drafter, DrafterSettings, ReadsFiles, Remembers, Resources
+from ..decoding.errors import UserError
 from ..decoding.events import Generation
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import Source, open_source
+from ..decoding.model.storage import file_digest
 from ..decoding.request import Request, request
 from ..drafting.none import Nothing
 from .composition import draft_models
@@ -140,8 +143,25 @@ def build_lab(
 
 
 def draft_digest(drafting: DrafterSettings) -> str | None:
-    """Of the weights of the models that draft; None if none does."""
-    return ",".join(open_source(spec).digest for spec in draft_models(drafting)) or None
+    """Of the weights of the models that draft, and of the files that its settings name; None without either."""
+    models = [open_source(spec).digest for spec in draft_models(drafting)]
+    return ",".join([*models, *(_content(file) for file in files_of(drafting))]) or None
+
+
+def _content(file: Path) -> str:
+    try:
+        return file_digest(file.expanduser())
+    except OSError as error:
+        raise UserError(f"{file}, which the drafter names, cannot be read ({error.strerror}): name another") from None
+
+
+def files_of(settings: Any) -> list[Path]:
+    """The files that a drafter's settings name, at any depth."""
+    found = list(settings.files) if isinstance(settings, ReadsFiles) else []
+    parts = settings if isinstance(settings, tuple | list) else ()
+    if is_dataclass(settings):
+        parts = [getattr(settings, f.name) for f in fields(settings)]
+    return found + [file for part in parts for file in files_of(part)]
 
 
 class Heard:
