@@ -113,7 +113,7 @@ def test_a_draft_of_a_text():
     assert found.parents == (-1, 0, -1, 0, 2)
     assert found.source == (0,) * 5
     assert draft(made(max_depth=2, per_match=None, tree=False), prompt).tokens == (3, 5)
-    assert draft(made(max_depth=9, per_match=None, tree=False), prompt).tokens == (3, 5, 0, 1, 2, 3, 6, 0, 1)
+    assert draft(made(max_depth=9, per_match=None, tree=False), prompt).tokens == (3, 5, 9, 1, 2)  # 9 later than 0
     assert draft(made(max_depth=9, per_match=1.0), prompt).tokens == (3, 5)  # two are matched
     assert draft(made(max_depth=9, per_match=0.4), prompt) is EMPTY
     assert draft(made(max_depth=2, per_match=None, min_prob=0.3), prompt).tokens == (3, 5)
@@ -228,7 +228,7 @@ def test_work_grows_with_the_text_alone(kind):
         "a token with new followers": lambda n: [7 if i % 2 else 10 + i for i in range(n)],
         "two tokens at random": lambda n: [rng.randrange(2) for _ in range(n)],
     }
-    assert _lines(900, texts[kind]) < 2.4 * _lines(450, texts[kind])
+    assert _lines(640, texts[kind]) < 2.3 * _lines(320, texts[kind])
 
 
 def test_of_many_followers_the_frequent_ones_are_known():
