@@ -3,7 +3,7 @@
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    write_atomic(folder / "result.json", json.dumps(result, indent=1, default=str) + "\n")
 
 
 def result_files(root: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..decoding.events import Generation, Step
 from ..decoding.model.decoder import Decoder
 from . import exactness, metrics
-from .files import NOT_IN_KEY, SCHEMA, write_atomic
+from .files import NOT_IN_KEY, SCHEMA, write_atomic, write_result
 from .hardware import Peaks
 from .lab import Lab, text_of
 from .measure import Measurement, Sample, units
@@ -245,10 +245,6 @@ def write_run(
     write_lines(folder / "events.jsonl", _events(samples))
     write_lines(folder / "samples.jsonl", (_sample(s, tokenizer) for s in samples))
     write_result(folder, result)
-
-
-def write_result(folder: Path, result: Mapping[str, Any]) -> None:
-    write_atomic(folder / "result.json", json.dumps(result, indent=1, default=str) + "\n")
 
 
 def _events(samples: Sequence[Sample]) -> Iterable[dict[str, Any]]:

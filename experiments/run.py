@@ -19,14 +19,14 @@ from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
-from .files import read_result
+from .files import read_result, write_result
 from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
 from .progress import Watch
 from .quality.against import RunQuality
 from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
-from .result import build_result, provenance, run_key, speedup, write_result, write_run
+from .result import build_result, provenance, run_key, speedup, write_run
 from .tasks import Task, load_task
 from .tracking import RunInfo, Running, Tracker
 

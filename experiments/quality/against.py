@@ -25,6 +25,7 @@ that hardly ever change is too narrow, and of items that never did it has no wid
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import exp, expm1, isfinite, log, log1p
 from operator import itemgetter
@@ -35,7 +36,7 @@ import numpy as np
 
 from ...decoding.errors import UserError
 from ..construct import did_you_mean
-from ..files import read_result, write_atomic
+from ..files import read_result, write_atomic, write_result
 from ..statistics import (
     SIGNIFICANT,
     Column,
@@ -102,9 +103,14 @@ class _Pair:
     reference: Sequence[Mapping[str, Any]]
 
 
-def compare_folders(mine: Path, reference: Path, epsilon: float = 0.02, allow: Collection[str] = ()) -> dict[str, Any]:
-    """`compare` of two run folders. Writes `flips.jsonl` into the first: the items whose score changed, worst first."""
-    return compare_and_write(read_quality(mine), read_quality(reference), epsilon=epsilon, allow=allow)
+def compare_kept(folder: Path, against: Path, epsilon: float, allow: Collection[str] = ()) -> None:
+    """Compares a run that is over, from its files: `quality.against` of its result.json and its flips.jsonl are then
+    as if the run had been made with `against`. Nothing of it changes where the two cannot be compared."""
+    found = compare_and_write(read_quality(folder), read_quality(against), epsilon=epsilon, allow=allow)
+    result = read_result(folder / "result.json")
+    result["quality"]["against"] = found
+    with _writing(folder):
+        write_result(folder, result)
 
 
 def compare_and_write(
@@ -112,12 +118,18 @@ def compare_and_write(
 ) -> dict[str, Any]:
     """`compare`, and `flips.jsonl` beside the run's quality.jsonl."""
     found = compare(mine, reference, epsilon=epsilon, allow=allow)
-    try:
+    with _writing(mine.folder):
         lines = [json.dumps(row) + "\n" for row in flips(mine, reference)]
         write_atomic(mine.folder / "flips.jsonl", "".join(lines))
-    except OSError as error:
-        raise UserError(f"{mine.folder / 'flips.jsonl'} cannot be written ({error.strerror})") from error
     return found
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"the comparison cannot be written into {folder} ({error.strerror})") from error
 
 
 def read_quality(folder: Path) -> RunQuality:

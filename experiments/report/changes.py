@@ -139,14 +139,19 @@ def _change(label: str, before: Run, after: Run, notes: list[str]) -> Change:
 
 
 def _quality(label: str, before: Run, after: Run, notes: list[str]) -> Mapping[str, Any] | None:
-    """Item by item; what forbids it is a note."""
-    from ..quality.against import compare_folders
+    """Item by item, as the run asks to be compared; what forbids it is a note."""
+    from ..quality import against
 
     if not (before.at("quality.tasks") and after.at("quality.tasks")):
         return None
-    epsilon = after.number("config.quality.epsilon")
+    epsilon, allowed = after.number("config.quality.epsilon"), after.at("config.quality.allow")
     try:
-        return compare_folders(after.folder, before.folder, EPSILON if epsilon is None else epsilon)
+        return against.compare(
+            against.read_quality(after.folder),
+            against.read_quality(before.folder),
+            epsilon=EPSILON if epsilon is None else epsilon,
+            allow=allowed if isinstance(allowed, list) else (),
+        )
     except UserError as error:
         notes.append(f"{label}, quality: {error}")
         return None

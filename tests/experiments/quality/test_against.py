@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from decodelab.decoding.errors import UserError
-from decodelab.experiments.quality.against import RunQuality, compare, compare_folders, flips, read_quality, refuse
+from decodelab.experiments.quality.against import RunQuality, compare, compare_kept, flips, read_quality, refuse
 from decodelab.experiments.statistics import detectable_flips, detectable_mean, mcnemar, mean_interval, score_interval
 from decodelab.experiments.table import comparison
 
@@ -350,7 +350,7 @@ def test_flips_hold_what_changed_worst_first(tmp_path):
     reference = saved(
         tmp_path / "reference", run(t=[1, 1, 0, 1, 0], f1=task("f1", [0.5, 0.5, 0.8, 0.4, 0.4], main="f1"))
     )
-    compare_folders(mine, reference, epsilon=0.02)
+    compare_kept(mine, reference, epsilon=0.02)
     found = [json.loads(line) for line in (mine / "flips.jsonl").read_text().splitlines()]
     assert [(row["task"], row["id"], round(row["gain"], 6)) for row in found] == [
         ("t", 1, -1.0), ("f1", 1, -0.3), ("f1", 2, 0.1), ("t", 2, 1.0)
@@ -362,6 +362,32 @@ def test_flips_hold_what_changed_worst_first(tmp_path):
     }  # fmt: skip
     assert not (reference / "flips.jsonl").exists()
     assert sorted(path.name for path in mine.iterdir()) == ["flips.jsonl", "quality.jsonl", "result.json"]
+
+
+def test_a_run_that_is_over_is_compared_as_if_it_had_been_asked_to(tmp_path):
+    mine, reference = run(t=[1, 0, 1, 1, 0]), run(t=[1, 1, 0, 1, 0])
+    folder, other = saved(tmp_path / "mine", mine), saved(tmp_path / "reference", reference)
+    before = json.loads((folder / "result.json").read_text())
+    compare_kept(folder, other, epsilon=0.1)
+    after = json.loads((folder / "result.json").read_text())
+    want = compare(replace(mine, folder=folder), replace(reference, folder=other), epsilon=0.1)
+    assert after.pop("quality") == before.pop("quality") | {"against": json.loads(json.dumps(want))}
+    assert after == before
+    assert (folder / "flips.jsonl").read_text().count("\n") == 2
+
+
+def test_a_run_that_is_over_and_may_not_be_compared_stays_as_it_is(tmp_path):
+    folder, other = (
+        saved(tmp_path / "mine", run(t=[1])),
+        saved(tmp_path / "reference", run(t=task("t", [0], digest="e"))),
+    )
+    before = (folder / "result.json").read_text()
+    with pytest.raises(UserError, match=r"not comparable with .*quality\.allow=\[task\]"):
+        compare_kept(folder, other, epsilon=0.02)
+    assert (folder / "result.json").read_text() == before
+    assert not (folder / "flips.jsonl").exists()
+    compare_kept(folder, other, epsilon=0.02, allow=["task"])
+    assert json.loads((folder / "result.json").read_text())["quality"]["against"]["allowed"][0]["key"] == "task"
 
 
 def test_flips_of_texts_and_of_errors_know_what_is_worse():
@@ -377,8 +403,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("decodelab.experiments.quality.against.write_atomic", full)
-    with pytest.raises(UserError, match=r"flips\.jsonl cannot be written \(No space left on device\)"):
-        compare_folders(mine, mine)
+    with pytest.raises(UserError, match=r"cannot be written into .*mine \(No space left on device\)"):
+        compare_kept(mine, mine, epsilon=0.02)
 
 
 # Runs that do not compare
@@ -590,7 +616,7 @@ def test_a_folder_that_is_not_whole_is_one_line(tmp_path, damage, told):
 
 def test_no_folder(tmp_path):
     with pytest.raises(UserError, match="nowhere holds no result"):
-        compare_folders(tmp_path / "nowhere", tmp_path)
+        compare_kept(tmp_path / "nowhere", tmp_path, epsilon=0.02)
 
 
 def test_a_perplexity_of_nothing_is_refused(tmp_path):
@@ -602,7 +628,9 @@ def test_a_perplexity_of_nothing_is_refused(tmp_path):
 
 def test_what_is_found_is_plain_data(tmp_path):
     mine, reference = run(t=flipped(30, 4, 1)[0], u=[0.5] * 9), run(t=flipped(30, 4, 1)[1], u=[0.25] * 9)
-    found = compare_folders(saved(tmp_path / "a", mine), saved(tmp_path / "b", reference))
+    found = compare(
+        read_quality(saved(tmp_path / "a", mine)), read_quality(saved(tmp_path / "b", reference)), epsilon=0.02
+    )
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["reference"] == {"folder": str(tmp_path / "b"), "key": "key"}
     assert found["epsilon"] == 0.02

@@ -175,6 +175,18 @@ def test_quality_is_compared_item_by_item(tmp_path: Path):
     assert (said["p"], said["better / worse"], said["verdict"]) == ("0.625", "1 / 3 of 10", "undecided")
 
 
+def test_what_the_run_may_differ_in_it_may_differ_in_here_and_its_flips_stay_its_own(tmp_path: Path):
+    asked = {"seed": 0, "quality": {"epsilon": 0.02, "allow": []}, "acceptance": {"_target_": "x.Greedy"}}
+    scored(tmp_path / "old", [1, 0], config=asked, quality__tasks__gsm__settings__batch=4)
+    for name, allow in (("strict", []), ("allowing", ["batch"])):
+        scored(tmp_path / name, [1, 1], config=asked | {"quality": {"epsilon": 0.02, "allow": allow}})
+        (tmp_path / name / "flips.jsonl").write_text("of its own reference\n")
+        found = compare(find([tmp_path / name]).runs, find([tmp_path / "old"]).runs, "old", {})
+        assert (found.changes[0].quality is None) == (name == "strict")
+        assert any("batch is 1 here, 4 there" in note for note in found.notes) == (name == "strict")
+        assert (tmp_path / name / "flips.jsonl").read_text() == "of its own reference\n"
+
+
 def test_quality_that_may_not_be_compared_is_a_note(tmp_path: Path):
     scored(tmp_path / "old", [1, 0])
     scored(tmp_path / "new", [1, 0])
