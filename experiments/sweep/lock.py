@@ -14,7 +14,7 @@ _FOLDER = ".lock"
 
 class Lock:
     """Held from its creation on. A child that inherits `fd` holds it too: while a killed sweep's worker still runs, no
-    other sweep begins. Raises UserError with `busy`, in which {} is the holder's process id, where another holds it."""
+    other sweep begins. Raises UserError with `busy`, in which {} is who holds it, where another does."""
 
     def __init__(self, file: Path, busy: str) -> None:
         try:
@@ -29,14 +29,23 @@ class Lock:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                holder = os.pread(self.fd, 20, 0).decode(errors="replace").strip()
-                if time.monotonic() < until and not _alive(holder):
+                sweep, worker, *_ = [*os.pread(self.fd, 50, 0).decode(errors="replace").split(), "", ""]
+                if time.monotonic() < until and not _alive(sweep):
                     time.sleep(0.1)
                     continue
                 os.close(self.fd)
-                raise UserError(busy.format(holder or "unknown")) from None
+                left = f"process {worker} of a killed sweep still runs"
+                who = left if _alive(worker) and not _alive(sweep) else f"process {sweep or 'unknown'} runs a sweep"
+                raise UserError(busy.format(who)) from None
+        self._name(os.getpid())
+
+    def hand_down(self, worker: int) -> None:
+        """Name the child that holds it too."""
+        self._name(os.getpid(), worker)
+
+    def _name(self, *pids: int) -> None:
         os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self.fd, f"{' '.join(map(str, pids))}\n".encode(), 0)
 
     def release(self) -> None:
         os.close(self.fd)
@@ -44,7 +53,7 @@ class Lock:
 
 def lock_folder(folder: Path) -> Lock:
     """Of a sweep."""
-    busy = f"process {{}} runs a sweep in {folder}: wait for it, or name another folder with output=DIR"
+    busy = f"{{}} in {folder}: wait for it, or name another folder with output=DIR"
     return Lock(folder / _FOLDER, busy)
 
 
@@ -55,7 +64,7 @@ def lock_gpu(device: str) -> Lock:
     name = visible[index] if index < len(visible) else str(index)
     file = cache_dir() / "locks" / f"{platform.node()}-cuda-{name.replace('/', '_')}.lock"
     with explained(file):
-        return Lock(file, f"process {{}} runs a sweep on {device}: wait for it, or choose another with device=cuda:1")
+        return Lock(file, f"{{}} on {device}: wait for it, or choose another with device=cuda:1")
 
 
 def _alive(pid: str) -> bool:

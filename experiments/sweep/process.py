@@ -15,6 +15,9 @@ from .cells import Status
 
 _SLICE_S = 0.5  # between looks at a cell that runs
 _GRACE_S = 60.0  # for an interrupted cell to write what it has
+# A shell beside the worker that kills the group when the sweep is gone, which closes the pipe ${0}. A thread of the
+# worker would not do: it waits as long as a cell holds the interpreter's lock.
+_GUARD = '{ read _; kill -9 0; } < "/dev/fd/$0" & exec "$@"'
 # -P: modules of the working directory stay out of the way
 _COMMAND = (sys.executable, "-P", "-m", "decodelab.experiments.sweep.worker")
 
@@ -24,6 +27,7 @@ class CellWorker(Protocol):
     """What runs cells of one group, one after the other."""
 
     group: str
+    pid: int
 
     def run(self, folder: Path, timeout: float | None, tick: Callable[[], None]) -> tuple[Status, str] | None:
         """None once the cell has written its own status; otherwise what became of it. `tick` is called meanwhile.
@@ -35,21 +39,26 @@ class CellWorker(Protocol):
 
 
 class Worker:
-    """One process in a session of its own, so that the terminal's Ctrl-C is the sweep's to pass on."""
+    """One process in a session of its own, so that the terminal's Ctrl-C is the sweep's to pass on. It ends, with all
+    that it has started, when this process does, however that ends."""
 
     def __init__(self, group: str, log: Path, keep: Sequence[int] = (), command: Sequence[str] = _COMMAND) -> None:
         """`log`: of what it says before its first cell; `keep`: file descriptors that it inherits."""
         self.group = group
+        self._alive: int | None
+        watched, self._alive = os.pipe()  # children inherit neither end but by pass_fds
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                command,
+                ("/bin/sh", "-c", _GUARD, str(watched), *command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 start_new_session=True,
-                pass_fds=keep,
+                pass_fds=(*keep, watched),
                 bufsize=0,
             )
+        os.close(watched)
+        self.pid = self._process.pid
         self._ready = False
 
     def run(self, folder: Path, timeout: float | None, tick: Callable[[], None]) -> tuple[Status, str] | None:
@@ -109,8 +118,11 @@ class Worker:
     def stop(self) -> int:
         """Kill it and all that it started; its exit code, of the end that it may have come to before."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()
+        if self._alive is not None:
+            os.close(self._alive)
+        self._alive = None
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -313,6 +313,8 @@ class Sweep:
         if self._worker is None:
             inherited = [lock.fd for lock in self._locks.values()]
             self._worker = self.start_worker(planned.job.group, planned.folder / LOG, inherited)
+            for lock in self._locks.values():
+                lock.hand_down(self._worker.pid)
 
         def tick() -> None:
             spent, left = duration(time.monotonic() - began), _ahead(self._left(time.monotonic() - began))

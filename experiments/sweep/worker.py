@@ -46,7 +46,7 @@ _DETAILS: Mapping[Status, str] = {
 
 
 def main() -> None:
-    """Ends with the process that started it: when standard input does."""
+    """Ends when standard input does."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
         for stream in (sys.stdout, sys.stderr):

@@ -70,6 +70,7 @@ class Stage:
 class Worker:
     group: str
     stage: Stage
+    pid: int = 0
 
     def run(self, folder: Path, timeout: float | None, tick: Callable[[], None]) -> tuple[Status, str] | None:
         job = json.loads((folder / JOB).read_text())

@@ -25,15 +25,23 @@ def test_a_worker_that_outlives_its_sweep_holds_its_lock(tmp_path: Path, monkeyp
     """The process that the file names is gone; what it started may still write into the folder."""
     monkeypatch.setattr(lock, "_PATIENCE_S", 0.05)
     file = tmp_path / "lock"
-    held = Lock(file, "held by {}")
-    worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[held.fd])
-    os.pwrite(held.fd, b"4194304000\n", 0)  # of no process
-    held.release()
-    with pytest.raises(UserError, match="held by 4194304000"):
+    lock_held = Lock(file, "held by {}")
+    worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock_held.fd])
+    lock_held.hand_down(worker.pid)
+    assert file.read_text() == f"{os.getpid()} {worker.pid}\n"
+    held = os.open(file, os.O_RDWR)
+    os.ftruncate(held, 0)
+    os.pwrite(held, b"4194304000\n", 0)  # of no process
+    lock_held.release()
+    with pytest.raises(UserError, match="held by process 4194304000 runs a sweep"):
+        Lock(file, "held by {}")
+    os.pwrite(held, f"4194304000 {worker.pid}\n".encode(), 0)
+    with pytest.raises(UserError, match=f"held by process {worker.pid} of a killed sweep still runs"):
         Lock(file, "held by {}")
     monkeypatch.setattr(lock, "_PATIENCE_S", 30.0)
     monkeypatch.setattr(lock.time, "sleep", lambda _: worker.communicate())  # it ends while the next sweep waits
     Lock(file, "held by {}").release()
+    os.close(held)
     assert file.read_text() == f"{os.getpid()}\n"
 
 

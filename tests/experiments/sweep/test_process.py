@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,28 @@ def test_a_cell_that_hangs_is_stopped_with_all_that_it_started(start: Callable[.
     assert found == ("timeout", "stopped after 0.4 s (cell.timeout)")
     assert ticks
     assert gone(int((tmp_path / "pid").read_text()))
+
+
+SWEEP = """
+import os, sys
+from pathlib import Path
+from decodelab.experiments.sweep.process import Worker
+worker = Worker("group", Path("log.txt"), (), (sys.executable, "-S", "-E", "-c", sys.argv[1]))
+worker.run(Path(), None, lambda: os.kill(os.getpid(), 9) if Path("begun").exists() else None)
+"""
+HOLDS = """import re
+    child = subprocess.Popen(["sleep", "60"])
+    open(folder + "/pids", "w").write(f"{os.getpid()} {child.pid}")
+    open(folder + "/begun", "w").close()
+    re.match("(a+)+$", "a" * 60 + "b")  # no other thread runs meanwhile"""
+
+
+def test_a_worker_whose_sweep_is_killed_ends_with_all_that_it_started(tmp_path: Path):
+    """Also one whose threads cannot run."""
+    script = LOOP.replace("{cell}", HOLDS)
+    swept = subprocess.run([sys.executable, "-P", "-c", SWEEP, script], cwd=tmp_path, timeout=60, check=False)
+    assert swept.returncode == -signal.SIGKILL
+    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
 KEEPS = """

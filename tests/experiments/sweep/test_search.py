@@ -285,6 +285,7 @@ class Worker:
     group: str
     ran: list[str]
     most: int
+    pid: int = 0
 
     def run(self, folder: Path, timeout: float | None, tick: Callable[[], None]) -> None:
         job = json.loads((folder / JOB).read_text())
