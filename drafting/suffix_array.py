@@ -35,7 +35,7 @@ class SuffixArray:
         assert len(text) == len(order)
         assert text[-1] == BORDER
         self.text, self.order = text, order
-        self._tokens, self._places = memoryview(text), memoryview(order)  # of which single items are read quickly
+        self._tokens, self._places = text.data, order.data  # of which single items are read quickly
 
     @staticmethod
     def of(text: Text) -> "SuffixArray":
