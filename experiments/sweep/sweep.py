@@ -31,6 +31,7 @@ from .version import code_digest, package_digest
 
 if TYPE_CHECKING:  # torch, which planning imports
     from ..config import RunConfig
+    from ..quality.settings import QualitySettings
 
 SWEEP = "sweep.json"
 StartWorker = Callable[[str, Path, Sequence[int]], CellWorker]  # (group, its first log, descriptors to inherit)
@@ -95,13 +96,16 @@ def folder_of(output: str | None, job: str, overrides: Sequence[str], config_dir
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A cell that has a key. `code`: a digest of the sources now; `wrong`: why it cannot run at all."""
+    """A cell that has a key. `code`: a digest of the sources now; `against`: a run whose quality is its reference;
+    `wrong`: why it cannot run at all."""
 
     job: Job
     folder: Path
     device: str = "cpu"
     timeout: float | None = None
     code: str = ""
+    against: Path | None = None
+    quality: "QualitySettings | None" = None
     wrong: State | None = None
 
 
@@ -249,6 +253,8 @@ class Sweep:
             device=str(what.device),
             timeout=config.cell.timeout,
             code=code_digest(self._package, config.trusted),
+            against=None if config.against is None else Path(config.against).expanduser(),
+            quality=config.quality,
         )
 
     def _asked(self, cell: Cell, key: str, group: str = "", threads: int | None = None) -> Job:
@@ -266,7 +272,7 @@ class Sweep:
         if key not in self._ended:
             self._lock_gpu(planned.device)
             kept = self._kept(planned)
-            outcome = self._outcome(planned) if kept is None else kept.outcome(planned.code)
+            outcome = self._outcome(planned) if kept is None else self._compared(planned, kept)
             self._ended[key] = outcome = replace(outcome, label=planned.job.label)
             self._waiting.pop(key, None)
             if kept is None:
@@ -334,6 +340,21 @@ class Sweep:
         if found is None or found.state.status != "done" or self.settings.rerun == "all":
             return None
         return None if self.settings.rerun == "stale" and found.outcome(planned.code).stale else found
+
+    def _compared(self, planned: Planned, kept: Found) -> CellOutcome:
+        """A cell that is kept, beside the reference that is asked for now, which is no part of a key."""
+        outcome = kept.outcome(planned.code)
+        if planned.against is None or planned.quality is None:
+            return outcome
+        from ..quality.against import compare_kept
+
+        try:
+            compare_kept(planned.folder, planned.against, planned.quality.epsilon, planned.quality.allow)
+        except UserError as error:  # the cell stays what it is; what was asked of it now cannot be done
+            return replace(outcome, status="refused", detail=str(error))
+        found = read(planned.folder)
+        assert found is not None  # it was kept
+        return found.outcome(planned.code)
 
     def _clear(self, planned: Planned) -> None:
         """Of what was there, only what a cell of the same code had got to is of use."""

@@ -8,6 +8,7 @@ import pytest
 
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.compose import Composer
+from decodelab.experiments.quality.evaluate import ANSWERS
 from decodelab.experiments.sweep import sweep as sweeps
 from decodelab.experiments.sweep.cells import Runner, State, Status, scan, write
 from decodelab.experiments.sweep.grid import Cell
@@ -193,10 +194,10 @@ def test_another_version_of_the_code_is_stale(
 
 
 def test_answers_of_a_broken_off_cell_are_kept_for_the_same_code_alone(stage: Stage):
-    """measure_quality asks no item again that `quality.jsonl` has."""
+    """measure_quality asks no item again that the journal has."""
     stage.does = {"seed=0": "failed", "seed=1": "failed"}
     stage.sweep("seed=0,1,2")
-    journals = {label: stage.cell(label) / "quality.jsonl" for label in ("seed=0", "seed=1", "seed=2")}
+    journals = {label: stage.cell(label) / ANSWERS for label in ("seed=0", "seed=1", "seed=2")}
     for journal in journals.values():
         journal.touch()
     write(stage.cell("seed=1"), State("failed", code="older"))
