@@ -168,7 +168,7 @@ def _dispatch(argv: Sequence[str]) -> int:
             raise UserError("search looks for the values of one configuration: leave out the sweep, or search=null")
         if job.measures:
             return search(words.job, configs[0], words.overrides, composer, words.config_dirs)
-        check_space(configs[0], words.overrides, composer)
+        check_space("run", configs[0], words.overrides, composer)
     if single:
         return job.do(configs[0])
     if job.measures:

@@ -31,20 +31,25 @@ _ASKED = 50  # times as often as there are trials: what optuna proposes may have
 _RANDOM = 6  # trials before there is something to go by; of any number, so that a longer search goes on with a shorter
 _DIGITS = 4  # of a trial's number: enough, and a label that can be read
 _PLACES = 3  # of a number in the table
+# Parts of a result, and numbers anywhere in it, that are null where nothing is timed; so is whatever ends with _s.
+_TIMED = ("speedup", "end_to_end_speedup", "decode", "prefill")
+_TIMES = ("tokens_per_second", "burst", "speedup")
 # What a run of the best values leaves out.
 _OF_THE_SEARCH = ("search", "output", "rerun", "cell", "stop_after_failures", "budget_hours")
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A cell that was tried. `value`: of the objective, None if it has none; `excess`: by bound, above 0 outside;
-    `configured`: with the values that the configuration had before."""
+    """A cell that was tried. `value`: of the objective, None where the trial failed; `excess`: by bound, above 0
+    outside; `configured`: with the values that the configuration had before; `lacks`: what has no value in a result
+    that is whole, such as an acceptance rate where nothing was drafted."""
 
     words: tuple[str, ...]
     outcome: CellOutcome
     value: float | None
     excess: Mapping[str, float]
     configured: bool = False
+    lacks: str = ""
 
     @property
     def within(self) -> bool:
@@ -62,7 +67,7 @@ def search(
     """Look, and tell what was found. 0: some values keep the bounds; 1: none do; 130: interrupted."""
     settings = config.search
     assert settings is not None
-    check_space(config, overrides, composer)
+    check_space(job, config, overrides, composer)
     whole = settings_of([config])
     folder = folder_of(whole.output, job, overrides, config_dirs)
     trials, interrupted = list[Trial](), False
@@ -82,17 +87,38 @@ def search(
     return 130 if interrupted else int(best(trials, settings) is None)
 
 
-def check_space(config: "RunConfig", overrides: Sequence[str], composer: Composer) -> None:
-    """Each key takes each end of its range, and what is bound is measured; otherwise one line, before anything runs."""
+def check_space(job: str, config: "RunConfig", overrides: Sequence[str], composer: Composer) -> None:
+    """Each key takes each end of its range, and what is asked of a result is measured; otherwise one line, before
+    anything runs."""
     settings = config.search
     assert settings is not None
     _optuna()
     for name in (settings.objective, *settings.bounds()):
-        if name.startswith("quality/") and not config.quality.tasks:
-            raise UserError(f"search: {name} is not measured: name the task in quality.tasks")
+        if (why := _unmeasured(name, job, config)) is not None:
+            raise UserError(f"search: {name} is not measured: {why}")
     for key, dimension in settings.dimensions().items():
         for end in dimension.ends:
             composer.compose([*_base(overrides), f"{key}={written(end, key)}"])
+
+
+def _unmeasured(name: str, job: str, config: "RunConfig") -> str | None:
+    """Why no result of this configuration has such a number."""
+    first, last = (name.split(".")[place] for place in (0, -1))
+    timed = first in _TIMED or last in _TIMES or last.endswith("_s") or "time_share" in name
+    if name == "exactness" and config.replay is not None:
+        return "a replay has no output of its own"
+    if name.startswith("quality/"):
+        return None if config.quality.tasks else "name the task in quality.tasks"
+    if job == "evaluate":
+        return "evaluate finds quality alone; objective and bound are quality/TASK/METRIC, or the job is run"
+    if config.replay is not None and timed:
+        return "a replay times nothing; choose another, such as predicted_speedup or strategy.tokens_per_step"
+    if config.timing == "untimed" and timed:
+        return "timing=untimed; choose another timing, or another number, such as strategy.tokens_per_step"
+    needed = {"predicted_speedup": "profile", "profile": "profile", "compare_hf": "compare_hf"}.get(first)
+    if needed is not None and config.replay is None and not getattr(config, needed):
+        return f"it needs {needed}=true"
+    return None
 
 
 def look(
@@ -135,17 +161,33 @@ def _trial(words: tuple[str, ...], outcome: CellOutcome, objective: str, bounds:
     result = outcome.result
     if outcome.status not in ("done", "broken") or result is None:
         return Trial(words, outcome, None, {})
+    named = [name for name, bound in bounds.items() if not bound.allowed]
+    for what, name in (("objective", objective), *(("bound", name) for name in named)):
+        if not _is_in(result, name):
+            raise UserError(_nowhere(what, name, outcome))
     value = number_at(result, objective)
-    if value is None:
-        raise UserError(_nowhere("objective", objective, outcome))
     found = {name: _verdict(result) if bound.allowed else number_at(result, name) for name, bound in bounds.items()}
-    for name, one in found.items():
-        if one is None:
-            raise UserError(_nowhere("bound", name, outcome))
+    if value is None or None in found.values():  # where nothing was drafted there is no acceptance rate
+        return Trial(
+            words, outcome, None, {}, lacks=objective if value is None else min(n for n in found if found[n] is None)
+        )
     excess = {name: bound.excess(found[name]) for name, bound in bounds.items()}
     if (verdict := _verdict(result)) is not None:  # broken is out of bounds, whatever they are
         excess.setdefault("exactness", Bound(allowed=VERDICTS).excess(verdict))
     return Trial(words, outcome, value, excess)
+
+
+def _is_in(result: Mapping[str, Any], name: str) -> bool:
+    """Whether a number can stand there; it may be null, or its part be."""
+    found: Any = result
+    for key in _path(name):
+        if found is None:
+            return True
+        if not isinstance(found, Mapping) or key not in found:
+            return False
+        found = found[key]
+    number = found.get("value", "") if isinstance(found, Mapping) else found
+    return number is None or number_at(result, name) is not None
 
 
 def _nowhere(what: str, name: str, outcome: CellOutcome) -> str:
@@ -224,7 +266,7 @@ def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | Non
 
 def _remark(trial: Trial, found: Trial | None) -> str:
     if trial.value is None:
-        return trial.outcome.status
+        return f"no {trial.lacks}" if trial.lacks else trial.outcome.status
     said = ["as configured"] if trial.configured else []
     return ", ".join([*said, *(["best"] if trial is found else [] if trial.within else ["out of bounds"])])
 

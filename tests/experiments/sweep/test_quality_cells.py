@@ -40,9 +40,8 @@ class Exam:
 
     def evaluate(self, *words: str) -> int:
         task = self.stage.bench.root / "asked.jsonl"
-        task.write_text(
-            "".join(f'{{"id": "q{i}", "question": "what is {i} ab?", "answer": "{i}"}}\n' for i in range(6))
-        )
+        rows = [{"id": f"q{i}", "question": f"what is {i} ab?", "answer": str(i)} for i in range(6)]
+        task.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         overrides = [f"model.path={self.stage.bench.checkpoint}", f"output={self.stage.folder}", f"tasks=[{task}]"]
         overrides += ["device=cpu", "threads=1", "dtype=float32", "quality.max_new_tokens=4"]
         overrides += ["drafting=none,prompt_lookup", *words]

@@ -177,7 +177,51 @@ def test_what_is_not_in_the_result_ends_it():
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
         run(Fake(), objective="speedup.valu")
     with pytest.raises(UserError, match=r"^search\.bound: quality/a/b is no number"):
-        run(Fake(), bound={"quality/a/b": {"min": 0}})
+        run(Fake(quality=lambda v: 0.5), bound={"quality/a/b": {"min": 0}})
+
+
+def test_what_is_null_in_one_trial_is_that_trial_s_failure():
+    """Where nothing is drafted there is no acceptance rate; the others are found all the same."""
+
+    @dataclass
+    class Shy(Fake):
+        def run_cell(self, cell: Cell) -> CellOutcome:
+            outcome = Fake.run_cell(self, cell)
+            if "max_draft=3" in cell.label:  # and 30, 31, 32
+                outcome.result["strategy"]["acceptance_rate"] = None
+            return outcome
+
+    for asked in ({"objective": "strategy.acceptance_rate"}, {"bound": {"strategy.acceptance_rate": {"min": 0.1}}}):
+        trials, top = run(Shy(), trials=20, **asked)
+        assert len(trials) == 20
+        assert top is not None
+        shy = [trial for trial in trials if "max_draft=3" in trial.words[0]]
+        assert shy
+        assert {(trial.value, trial.lacks) for trial in shy} == {(None, "strategy.acceptance_rate")}
+        table = next(told(trials, SearchSettings(space=SPACE, **asked), ["decodelab"]))
+        assert list(table.columns[-1].cells).count("no strategy.acceptance_rate") == len(shy)
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "name", "why"),
+    [
+        ("evaluate", "quality.tasks=[my.jsonl]", "speedup.value", "evaluate finds quality alone; "),
+        ("run", "timing=untimed", "speedup.value", "timing=untimed; choose another timing, or another number"),
+        ("run", "timing=untimed", "baseline.tpot_s", "timing=untimed"),
+        ("run", "timing=untimed", "strategy.time_share.draft", "timing=untimed"),
+        ("run", "timing=paired", "predicted_speedup", "it needs profile=true"),
+        ("run", "timing=paired", "compare_hf.plain.tokens_per_second", "it needs compare_hf=true"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_runs(
+    job: str, words: str, name: str, why: str, composer: Composer
+):
+    given = [words, f"search={{space: {{seed: [1, 2]}}, objective: {name}}}"]
+    with pytest.raises(UserError, match=f"^search: {re.escape(name)} is not measured: {re.escape(why)}"):
+        check_space(job, composer.compose(given), given, composer)
+    given[1] = "search={space: {seed: [1, 2]}, objective: strategy.tokens_per_step}"
+    if job == "run":
+        check_space(job, composer.compose(given), given, composer)
 
 
 def test_a_number_by_its_name():
@@ -231,7 +275,7 @@ def test_a_number_by_its_name():
 def test_a_mistake_is_one_line(settings: str, line: str, composer: Composer):
     words = ["drafting=prompt_lookup", f"search={settings}"]
     with pytest.raises(UserError, match=f"^{re.escape(line)}"):
-        check_space(composer.compose(words), words, composer)
+        check_space("run", composer.compose(words), words, composer)
 
 
 def test_without_optuna_it_says_what_to_install(composer: Composer, monkeypatch: pytest.MonkeyPatch):
@@ -239,7 +283,7 @@ def test_without_optuna_it_says_what_to_install(composer: Composer, monkeypatch:
     words = ["search={space: {seed: [1, 2]}}"]
     line = r"^search needs optuna, which is not installed: pip install 'decodelab\[search\]'$"
     with pytest.raises(UserError, match=line):
-        check_space(composer.compose(words), words, composer)
+        check_space("run", composer.compose(words), words, composer)
 
 
 def test_a_search_is_of_one_configuration(capsys: pytest.CaptureFixture[str]):
