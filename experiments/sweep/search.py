@@ -167,10 +167,9 @@ def _trial(words: tuple[str, ...], outcome: CellOutcome, objective: str, bounds:
             raise UserError(_nowhere(what, name, outcome))
     value = number_at(result, objective)
     found = {name: _verdict(result) if bound.allowed else number_at(result, name) for name, bound in bounds.items()}
-    if value is None or None in found.values():  # where nothing was drafted there is no acceptance rate
-        return Trial(
-            words, outcome, None, {}, lacks=objective if value is None else min(n for n in found if found[n] is None)
-        )
+    lacking = [name for name, one in {objective: value, **found}.items() if one is None]
+    if value is None or lacking:  # where nothing was drafted there is no acceptance rate
+        return Trial(words, outcome, None, {}, lacks=lacking[0])
     excess = {name: bound.excess(found[name]) for name, bound in bounds.items()}
     if (verdict := _verdict(result)) is not None:  # broken is out of bounds, whatever they are
         excess.setdefault("exactness", Bound(allowed=VERDICTS).excess(verdict))

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ...decoding.errors import UserError
 from ..compose import Composer
-from ..files import NOT_IN_KEY, write_atomic
+from ..files import MIRRORED, NOT_IN_KEY, write_atomic
 from .cells import LOG, RESULT, CellOutcome, Found, Job, State, Status, last_line, read, scan, write
 from .grid import Cell
 from .lock import Lock, lock_folder, lock_gpu
@@ -357,10 +357,15 @@ class Sweep:
         return found.outcome(planned.code)
 
     def _clear(self, planned: Planned) -> None:
-        """Of what was there, only what a cell of the same code had got to is of use."""
+        """Of what was there, only what a cell of the same code had got to is of use. Mirrored runs stay: they may not
+        have been uploaded yet, and their ids are taken."""
         found = read(planned.folder)
         if found is not None and (found.state.status == "done" or found.state.code != planned.code):
-            shutil.rmtree(planned.folder)
+            for path in planned.folder.iterdir():
+                if path.is_dir() and path.name != MIRRORED:
+                    shutil.rmtree(path)
+                elif not path.is_dir():
+                    path.unlink()
         (planned.folder / RESULT).unlink(missing_ok=True)
 
     def _write(self, planned: Planned, state: State) -> None:

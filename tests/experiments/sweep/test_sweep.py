@@ -208,6 +208,22 @@ def test_answers_of_a_broken_off_cell_are_kept_for_the_same_code_alone(stage: St
     assert not any(journal.exists() for journal in journals.values())
 
 
+@pytest.mark.parametrize("rerun", ["all", "stale"])
+def test_a_run_of_wandb_outlives_the_cell_it_mirrors(stage: Stage, rerun: str):
+    """It may not have been uploaded, and its id is not to be given twice."""
+    stage.sweep("seed=0,1")
+    offline = stage.cell("seed=0") / "wandb" / "offline-run-20260102_030405-c0ffee" / "run-c0ffee.wandb"
+    other = stage.cell("seed=0") / "old" / "file"
+    for file in (offline, other):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    write(stage.cell("seed=0"), State("done", seconds=2.0, code="older"))
+    assert stage.sweep("seed=0,1", f"rerun={rerun}") == 0
+    assert stage.ran[2] == "seed=0"
+    assert offline.exists()
+    assert not other.parent.exists()
+
+
 def test_cells_that_share_a_target_run_one_after_the_other(stage: Stage):
     assert stage.sweep("seed=0,1", "dtype=float32,float64") == 0
     assert stage.ran == [f"seed={seed} dtype={dtype}" for dtype in ("float32", "float64") for seed in (0, 1)]
