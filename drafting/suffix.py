@@ -94,9 +94,9 @@ class Own:
             self.text.add(token)
 
     def look(self) -> int:
-        """The match as a node."""
+        """The match as a node: the state it had before it stood at the end too, so of the places before."""
         self.ends = set(self.text.ends())
-        return self.text.current(self.match).state
+        return self.match.state
 
     def total(self, node: int) -> int:
         return self.text.count(node) - (node in self.ends)

@@ -88,7 +88,9 @@ class SuffixAutomaton:
     def follow(self, match: Match, token: int, limit: int | None = None) -> Match:
         """The longest suffix of `match` + `token` that the text holds, cut to its last `limit` tokens."""
         following, link, lengths = self._next, self._link, self._length
-        state, length = self.current(match)
+        state, length = match
+        while state and length <= lengths[link[state]]:  # the text grew, and the match's substring moved
+            state = link[state]
         while token not in following[state]:
             if state == 0:
                 return START
@@ -99,14 +101,6 @@ class SuffixAutomaton:
             length = limit
             if length <= lengths[link[state]]:
                 state = link[state]
-        return Match(state, length)
-
-    def current(self, match: Match) -> Match:
-        """The same substring in a text that has grown: it may have moved to another state."""
-        link, lengths = self._link, self._length
-        state, length = match
-        while state and length <= lengths[link[state]]:
-            state = link[state]
         return Match(state, length)
 
     def end(self, match: Match) -> int:
