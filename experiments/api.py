@@ -320,6 +320,8 @@ def evaluate(
         )
         mine = RunQuality(folder, key, {}, resolved, digests, made, ())
         found = measure_quality(lab, exam, config, mine, lambda what, done, total: None)
+        if found["failed"]:
+            raise UserError("; ".join(f"quality of {name} failed: {why}" for name, why in found["failed"].items()))
         result = build_result(
             resolved,
             lab,

@@ -54,6 +54,7 @@ def build_result(
         pair = f"{type(lab.drafter).__name__} with {type(lab.acceptance).__name__}"
         notes.append(f"no test of ours proves the law of {pair}, so its output counts as broken")
     interrupted = (measured is not None and measured.interrupted) or (quality or {}).get("interrupted", False)
+    failed = bool((quality or {}).get("failed"))
     steps = [step for s in measured.samples for step in s.strategy.steps] if measured else []
     return {
         "schema": SCHEMA,
@@ -61,7 +62,7 @@ def build_result(
         "config": dict(config),
         "digests": dict(digests),
         "provenance": dict(provenance),
-        "status": "broken" if verdict == "broken" else "interrupted" if interrupted else "done",
+        "status": _status(verdict, interrupted, failed),
         **found,
         "predicted_speedup": profile["predicted_speedup"] if profile else None,
         "memory": _memory(lab.target, steps, peak_bytes),
@@ -74,6 +75,13 @@ def build_result(
 
 
 def _speed(lab: Lab, measured: Measurement | None, peaks: Peaks | None) -> dict[str, Any]:
+def _status(verdict: str | None, interrupted: bool, failed: bool) -> str:
+    """The worst of what happened. `failed`: what was measured is whole, and a task of quality is not."""
+    if verdict == "broken":
+        return "broken"
+    return "interrupted" if interrupted else "failed" if failed else "done"
+
+
     """What was found of speed and exactness."""
     if measured is None:
         untimed = dict.fromkeys(("value", "low", "high", "n"))

@@ -25,12 +25,14 @@ from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
 from .progress import Watch
 from .quality.against import RunQuality
-from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
+from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare, quality_digest
 from .result import build_result, provenance, run_key, speedup, write_run
 from .tasks import Task, load_task
 from .tracking import RunInfo, Running, Tracker
 
 PROFILED = 3  # prompts from which the draft's cost is taken
+CODES = {"done": 0, "broken": 1, "failed": 1, "interrupted": 130}  # of the command, by the run's status
+UNFINISHED = ("interrupted", "failed")
 BUSY = 1.0  # load average before the run: something else wants a core
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 
@@ -89,7 +91,8 @@ class Outcome:
 
 
 def run(config: RunConfig) -> int:
-    """Measure, write the run's folder, print the table. 1 if the output is broken, 130 if interrupted, else 0."""
+    """Measure, write the run's folder, print the table. 1 if the output is broken or quality failed, 130 if
+    interrupted, else 0."""
     return execute(config).code
 
 
@@ -149,7 +152,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 plan.check()
                 target = warm.target(source, dtype, device, watch.step)
                 lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
-                measured = profiled = peaks = quality = None
+                measured = profiled = peaks = quality = failure = None
                 hf = _peer(config, source, dtype, device) if plan.compares and not plan.apart else None
                 if what.task is not None:
                     timed = config.timing != "untimed"
@@ -173,7 +176,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                     profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
                 if exam is not None and not (measured is not None and measured.interrupted):
                     mine = RunQuality(folder, what.key, {}, what.resolved, what.digests, made, ())
-                    quality = measure_quality(lab, exam, config, mine, watch.step)
+                    quality, failure = _quality(lab, exam, config, mine, watch.step)
             except BaseException:
                 with suppress(OSError):  # it is empty
                     folder.rmdir()
@@ -192,14 +195,14 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 quality=quality,
             )
             samples = measured.samples if measured else []
-            if plan.apart and measured is not None and not measured.interrupted:
+            if plan.apart and measured is not None and not measured.interrupted and failure is None:
                 del lab, target
                 warm.forget()
                 _compare_apart(result, lambda: _peer(config, source, dtype, device), samples, source, plan, watch.step)
             console = Console(highlight=False, markup=False)
             table.show(result, samples, title, console)  # first: a full disk does not take it away
             write_run(folder, result, samples, source.tokenizer)
-            if result["status"] != "interrupted":
+            if result["status"] not in UNFINISHED:
                 (folder / ANSWERS).unlink(missing_ok=True)
             console.print(f"\nwritten to {folder}", soft_wrap=True)
             tracker.done(result)
@@ -207,11 +210,34 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
         if late:  # of what failed once the folder was whole
             result["warnings"] += late
             write_result(folder, result)
+    _tell_unfinished(folder, result)
+    if failure is not None:
+        raise failure
+    return Outcome(folder, result, CODES[result["status"]])
+
+
+def _quality(
+    lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, progress: Progress
+) -> tuple[dict[str, Any], BaseException | None]:
+    """What was found, and what ended it and is to be raised once that and the speed are written."""
+    try:
+        return measure_quality(lab, exam, config, mine, progress), None
+    except BaseException as error:  # noqa: BLE001  # its owner raises it: whatever it is, the speed is not lost to it
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return no_quality(dict.fromkeys(exam.tasks, why)), error
+
+
+def _tell_unfinished(folder: Path, result: Mapping[str, Any]) -> None:
+    """On standard error: what is missing, and how to go on."""
+    if result["status"] not in UNFINISHED:
+        return
+    quality = result["quality"] or {}
+    told = [f"quality of {name} failed: {why}" for name, why in quality.get("failed", {}).items()]
     if result["status"] == "interrupted":
-        again = "; the same command with that output asks for the answers that are missing" if quality else ""
-        print(f"decodelab: interrupted after {len(samples)} prompts; they are in {folder}{again}", file=sys.stderr)
-        return Outcome(folder, result, 130)
-    return Outcome(folder, result, 1 if result["status"] == "broken" else 0)
+        told.insert(0, f"interrupted after {result['prompts']} prompts; they are in {folder}")
+    if quality:
+        told.append(f"the same command with output={folder} asks for the answers that are missing")
+    print("decodelab: " + "; ".join(told), file=sys.stderr)
 
 
 def _told(tracker: Tracker, timed: bool) -> Callable[[Sequence[Sample]], None]:
@@ -291,7 +317,7 @@ def _compare_apart(
 def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
     """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work.
 
-    An `output` that holds the interrupted run of the same key is taken again: speed is measured anew, quality goes on.
+    An `output` that holds the unfinished run of the same key is taken again: speed is measured anew, quality goes on.
     """
     if config.output is not None and not config.output.strip():
         raise UserError("output is empty; name a folder, or null for a new one under outputs/")
@@ -301,7 +327,7 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
         folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{what.slug}-{what.key}"
     try:
         result = folder / "result.json"
-        if config.output is not None and result.exists() and not _interrupted(result, what.key):
+        if config.output is not None and result.exists() and not _unfinished(result, what.key):
             raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
         plain, count = folder, 1
         while config.output is None and folder.exists():  # two runs of one second
@@ -318,6 +344,6 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
     return folder
 
 
-def _interrupted(file: Path, key: str) -> bool:
+def _unfinished(file: Path, key: str) -> bool:
     found = read_result(file)
-    return (found["status"], found["key"]) == ("interrupted", key)
+    return found["status"] in UNFINISHED and bool(found["key"] == key)

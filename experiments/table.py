@@ -185,6 +185,8 @@ def _categories(found: Mapping[str, Mapping[str, Any]], timed: bool) -> Table:
 
 def _quality(found: Mapping[str, Any]) -> Iterator[Any]:
     """A line a metric, the main one of a task first."""
+    if not found["tasks"]:
+        return
     table = _table("quality", "metric", "value [95 %]", "n", "truncated")
     for name, task in found["tasks"].items():
         metrics = {task["main"]: task["metrics"][task["main"]]} | task["metrics"]

@@ -188,13 +188,14 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
 
     Writes quality.jsonl, a line an item and repeat, and flips.jsonl beside a reference. Answers are kept as they come:
     a run of the same key in the same folder asks for those that are missing. An interrupt ends the asking; what was
-    answered is scored.
+    answered is scored. `failed`: by task, the UserError that ended it; the other tasks go on.
     """
     from .lm import DecodelabLM
 
     settings = config.quality
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     interrupted = False
     shown = sys.stderr
 
@@ -217,15 +218,19 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
         for name, task in exam.tasks.items():
             about = exam.about[name]
             items: list[Item] = []
-            for repeat in range(about["repeats"]):
-                if not interrupted:
-                    asked, interrupted = _asked(lm, name, task, about, settings.system, repeat)
-                    items += asked
-            if items:
-                found[name] = _scored(task, about, items)
-                rows += [_row(name, task, item) for item in items]
+            try:
+                for repeat in range(about["repeats"]):
+                    if not interrupted:
+                        asked, interrupted = _asked(lm, name, task, about, settings.system, repeat)
+                        items += asked
+                if items:
+                    found[name] = _scored(task, about, items)
+                    rows += [_row(name, task, item) for item in items]
+            except UserError as error:
+                failed[name] = str(error)
+                warnings.warn(f"quality of {name} failed: {error}", RuntimeWarning, stacklevel=2)
     write_atomic(mine.folder / "quality.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in rows))
-    quality = {"tasks": found, "backend": _backend(), "against": None, "interrupted": interrupted}
+    quality = no_quality(failed) | {"tasks": found, "interrupted": interrupted}
     if exam.reference is not None and found:
         try:
             quality["against"] = compare_and_write(
@@ -237,6 +242,11 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
         except UserError as error:  # what took hours is written all the same
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     return quality
+
+
+def no_quality(failed: Mapping[str, str]) -> dict[str, Any]:
+    """What result.json holds under `quality` where nothing was found. `failed`: why, by task."""
+    return {"tasks": {}, "backend": _backend(), "against": None, "interrupted": False, "failed": dict(failed)}
 
 
 @dataclass(frozen=True, slots=True)

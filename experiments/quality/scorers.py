@@ -1,12 +1,16 @@
 """Scorers: what an answer is worth, beside what its row knows of the right one. Each sees the answer and the row."""
 
+import inspect
 import json
 import re
+import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ...decoding.errors import UserError
@@ -215,15 +219,28 @@ class Function:
         """Only the function knows what it needs."""
 
     def __call__(self, response: str, row: Row) -> Scores:
-        given = self.function(response, dict(row.fields))
+        try:
+            given = self.function(response, dict(row.fields))
+        except Exception as error:  # the user's program: whatever it raises is told in one line
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"{row.where}: {self.name} raised {told} ({self._line(error)})") from error
         scores = given if isinstance(given, Mapping) else {self.metrics[0]: given}
         for name, value in scores.items():
             if not isinstance(name, str) or not isinstance(value, int | float):
                 raise UserError(f"{row.where}: {self.name} gave {given!r:.60}; a number, a bool, or numbers by name")
+            if not isfinite(value):
+                raise UserError(f"{row.where}: {self.name} gave {given!r:.60}; {name} must be finite to be averaged")
         if self.metrics[0] not in scores:
             names = ", ".join(scores) or "nothing"
             raise UserError(f"{row.where}: {self.name} gave {names}; say which counts: scorer={{name: …, main: NAME}}")
         return {name: float(value) for name, value in scores.items()}
+
+    def _line(self, error: Exception) -> str:
+        """Where it was raised: the innermost line of the function's own file."""
+        frames = traceback.extract_tb(error.__traceback__)
+        source = inspect.getsourcefile(inspect.unwrap(self.function))
+        own = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
+        return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
 
 
 SCORERS: Mapping[str, tuple[type, Mapping[str, Any]]] = {

@@ -38,9 +38,9 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-_STATUSES: Mapping[int, Status] = {0: "done", 1: "broken", 130: "interrupted"}
 _DETAILS: Mapping[Status, str] = {
     "broken": "its output is not the target's",
+    "failed": "a task of its quality failed; speed is in its folder, and so are the answers",
     "interrupted": "what was finished is in its folder",
 }
 
@@ -95,7 +95,7 @@ def serve(folder: Path, warm: Warm, package: str) -> State:
         output = str(folder)
         config = replace(config, output=output, threads=job.threads, resolved=config.resolved | {"output": output})
         outcome = execute(config, speed=job.job == "run", warm=warm, sweep=job.sweep, key=job.key)
-        status = _STATUSES[outcome.code]
+        status = outcome.result["status"]
         detail = _DETAILS.get(status, "")
     except BaseException as error:  # noqa: BLE001  # an interrupt and sys.exit too: it is this cell's end alone
         status, detail = verdict(error)

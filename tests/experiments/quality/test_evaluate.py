@@ -202,7 +202,8 @@ def test_an_interrupt_keeps_what_was_answered_and_the_same_command_goes_on(
     assert list(result["quality"]["tasks"]) == ["asked"]
     assert [row["id"] for row in exams.rows()] == ["q0", "q1"]
     assert result["quality"]["tasks"]["asked"]["n"] == 2
-    assert "the same command with that output asks for the answers that are missing" in capsys.readouterr().err
+    again = f"the same command with output={exams.bench.root / 'out'} asks for the answers that are missing"
+    assert again in capsys.readouterr().err
 
     assert exams.evaluate(exams.tasks("asked", "choices"), "seed=7") == 2
     assert "already holds a result" in capsys.readouterr().err
@@ -222,11 +223,50 @@ def test_a_killed_run_asks_for_the_rest(exams: Exams, counted: list[str], monkey
             exams.evaluate(exams.tasks("asked"))
     answers = exams.bench.root / "out" / "quality-responses.jsonl"
     answers.write_bytes(answers.read_bytes()[:-10])
-    assert not (exams.bench.root / "out" / "result.json").exists()
+    (exams.bench.root / "out" / "result.json").unlink()
     counted.clear()
     assert exams.evaluate(exams.tasks("asked")) == 0
     assert len(counted) == 1
     assert len(exams.rows()) == 6
+
+
+SCORER = "def of(response, row):\n    if row['id'] == 'q3':\n        raise KeyError('nothing')\n    return 1\n"
+
+
+def test_a_scorer_that_fails_costs_neither_the_speed_nor_the_other_tasks_nor_the_answers(
+    exams: Exams, capsys: pytest.CaptureFixture[str], counted: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(exams.bench.root)
+    scorer = exams.bench.root / "brittle.py"
+    scorer.write_text(SCORER)
+    speed = [f"task.path={exams.files['asked']}", "task.limit=1", "task.max_new_tokens=4", "timing=untimed"]
+    asked = f"{{path: {exams.files['asked']}, scorer: brittle.of}}"
+    words = [*speed, "trusted=[brittle]", f"tasks=[{asked},{exams.files['choices']}]"]
+    assert exams.evaluate(*words, job="run") == 1
+    why = f"asked.jsonl:4: brittle.of raised KeyError: 'nothing' ({scorer}:3)"
+    said, result = capsys.readouterr(), exams.result()
+    assert said.err.endswith(
+        f"decodelab: quality of asked failed: {why}; the same command with output={exams.bench.root / 'out'} asks for "
+        "the answers that are missing\n"
+    )
+    assert f"note: quality of asked failed: {why}"[:60] in said.out
+    assert (result["status"], result["exactness"]["verdict"]) == ("failed", "exact")
+    assert result["quality"]["failed"] == {"asked": why}
+    assert [text for text in result["warnings"] if "failed" in text] == [f"quality of asked failed: {why}"]
+    assert list(result["quality"]["tasks"]) == ["choices"]
+    assert {row["task"] for row in exams.rows()} == {"choices"}
+    assert (exams.bench.root / "out" / "samples.jsonl").read_text().count("\n") == 1
+    assert len(counted) == 6
+
+
+def test_a_bug_under_quality_does_not_take_the_speed_with_it(exams: Exams, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(DecodelabLM, "_generate", _raise(ZeroDivisionError("a bug")))
+    words = [f"task.path={exams.files['asked']}", "task.limit=1", "task.max_new_tokens=4", exams.tasks("asked")]
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        exams.evaluate(*words, "timing=untimed", job="run")
+    result = exams.result()
+    assert (result["status"], result["exactness"]["verdict"]) == ("failed", "exact")
+    assert result["quality"]["failed"] == {"asked": "ZeroDivisionError: a bug"}
 
 
 def _raise(error: BaseException) -> Callable[..., Any]:

@@ -246,6 +246,10 @@ def lab(tmp_path, monkeypatch):
         "def right(response, row): return response == row['answer']\n"
         "def several(response, row): return {'words': len(response.split()), 'empty': not response}\n"
         "def wrong(response, row): return 'good'\n"
+        "def given(response, row): return row['most']\n"
+        "def parsed(response, row):\n"
+        "    import json\n"
+        "    return len(json.loads(response))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return ("scorelab",)
@@ -265,6 +269,20 @@ def test_what_a_function_gives_is_checked(lab):
         scores("scorelab.score.wrong", "x", lab)
     with pytest.raises(UserError, match=r"scorelab\.score\.several gave words, empty; say which counts"):
         scores("scorelab.score.several", "x", lab)
+
+
+@pytest.mark.parametrize("most", [float("nan"), float("inf")])
+def test_what_a_function_gives_is_finite(lab, most):
+    """Else the run could be compared with no other."""
+    with pytest.raises(UserError, match=rf"t\.jsonl:1: scorelab\.score\.given gave {most}; given must be finite"):
+        scores("scorelab.score.given", "x", lab, most=most)
+
+
+def test_what_a_function_raises_is_one_line_that_says_where(lab):
+    """In its own file, and not in the library that it called."""
+    why = r"JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) \(\S+scorelab/score\.py:9\)$"
+    with pytest.raises(UserError, match=rf"t\.jsonl:1: scorelab\.score\.parsed raised {why}"):
+        scores("scorelab.score.parsed", "no\njson", lab)
 
 
 @pytest.mark.parametrize("path", ["scorelab.score.length", "os.system", "decodelab.experiments.cli.main"])
