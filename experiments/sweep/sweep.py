@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -124,6 +124,7 @@ class Sweep:
         self._composer = Composer(self.config_dirs)
         self._ended: dict[str, CellOutcome] = {}  # by key
         self._waiting: dict[str, Planned] = {}
+        self._done: dict[str, Found] = {}  # of those that are expected; decided once
         self._total = 0
         self._locks: dict[str, Lock] = {}
         self._worker: CellWorker | None = None
@@ -181,7 +182,10 @@ class Sweep:
     @property
     def outcomes(self) -> list[CellOutcome]:
         """Of the cells so far, as they came; of those that an interrupt left, too."""
-        left = [self._not_started(one, "interrupted") for one in self._waiting.values()]
+        left = [
+            self._done[key].outcome(one.code) if key in self._done else self._not_started(one, "interrupted")
+            for key, one in self._waiting.items()
+        ]
         return [*self._ended.values(), *left]
 
     def expect(self, cells: Sequence[Cell]) -> list[Planned]:
@@ -198,7 +202,8 @@ class Sweep:
             self._lock_gpu(one.device)
         self._waiting = {one.job.key: one for one in ordered}
         self._total = len(ordered)
-        todo = [one for one in ordered if one.wrong is None and not self._kept(one)]
+        self._done = {one.job.key: kept for one in ordered if (kept := self._kept(one)) is not None}
+        todo = [one for one in ordered if one.wrong is None and one.job.key not in self._done]
         wrong = sum(one.wrong is not None for one in ordered)
         said = f"{len(ordered)} cells in {self.folder}: {len(ordered) - len(todo) - wrong} done, {len(todo)} to run"
         said += f", {wrong} refused" if wrong else ""
@@ -271,7 +276,7 @@ class Sweep:
         key = planned.job.key
         if key not in self._ended:
             self._lock_gpu(planned.device)
-            kept = self._kept(planned)
+            kept = self._done.get(key) or self._kept(planned)
             outcome = self._outcome(planned) if kept is None else self._compared(planned, kept)
             self._ended[key] = outcome = replace(outcome, label=planned.job.label)
             self._waiting.pop(key, None)
@@ -322,9 +327,12 @@ class Sweep:
             for lock in self._locks.values():
                 lock.hand_down(self._worker.pid)
 
-        def tick() -> None:
-            spent, left = duration(time.monotonic() - began), _ahead(self._left(time.monotonic() - began))
-            words = [planned.job.label, spent, last_line(planned.folder), *filter(None, [left])]
+        ahead = self._left()
+
+        def tick() -> None:  # while the cell is timed, so nothing is read but the end of its log
+            spent = time.monotonic() - began
+            left = None if ahead is None else _ahead(max(0.0, ahead - spent))
+            words = [planned.job.label, duration(spent), last_line(planned.folder), *filter(None, [left])]
             self._display.now(f"[{len(self._ended) + 1}/{self._total or '…'}] {' · '.join(words)}")
 
         return self._worker.run(planned.folder, planned.timeout, tick)
@@ -391,12 +399,13 @@ class Sweep:
     def _expected(self, planned: Planned) -> float | None:
         """Seconds: the mean of the cells of its group that are done, or else of all."""
         known = self._seconds.get(planned.job.group) or [s for group in self._seconds.values() for s in group]
-        return mean(known) if known else None
+        return fmean(known) if known else None
 
-    def _left(self, spent: float = 0.0) -> float | None:
+    def _left(self) -> float | None:
         """Seconds until the last of the expected cells is done; None while nothing is known."""
-        todo = [self._expected(one) for one in self._waiting.values() if one.wrong is None and not self._kept(one)]
-        return None if None in todo else max(0.0, sum(filter(None, todo)) - spent)
+        waiting = (one for key, one in self._waiting.items() if one.wrong is None and key not in self._done)
+        todo = [self._expected(one) for one in waiting]
+        return None if None in todo else sum(filter(None, todo))
 
     def _lock_gpu(self, device: str) -> None:
         if device.startswith("cuda") and device not in self._locks:

@@ -152,6 +152,32 @@ def test_ctrl_c_keeps_what_is_finished(stage: Stage, capsys: pytest.CaptureFixtu
     assert stage.ran == ["seed=1", "seed=2", "seed=3"]
 
 
+def test_ctrl_c_leaves_what_was_done_before_done(stage: Stage, capsys: pytest.CaptureFixture[str]):
+    assert stage.sweep("seed=2,3") == 0
+    stage.does = {"seed=0": KeyboardInterrupt}
+    assert stage.sweep("seed=0,1,2,3") == 130
+    told = capsys.readouterr().out
+    assert "not started: seed=1 – interrupted" in told
+    assert "2 of 4 cells are done" in told
+
+
+def test_no_file_of_another_cell_is_read_while_a_cell_runs(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """It would disturb what is timed."""
+    assert stage.sweep("seed=0,1,2") == 0
+    looked: list[Path] = []
+    honest, work = sweeps.read, Sweep._work
+
+    def working(self: Sweep, planned: sweeps.Planned, began: float) -> tuple[Status, str] | None:
+        with pytest.MonkeyPatch.context() as watched:
+            watched.setattr(sweeps, "read", lambda folder: looked.append(folder) or honest(folder))
+            return work(self, planned, began)
+
+    monkeypatch.setattr(Sweep, "_work", working)
+    assert stage.sweep("seed=range(0,6)") == 0
+    assert stage.ran[3:] == ["seed=3", "seed=4", "seed=5"]
+    assert looked == []
+
+
 def test_ctrl_c_in_the_middle_of_nothing(stage: Stage):
     stage.does = {"seed=1": KeyboardInterrupt}
     assert stage.sweep("seed=0,1,2") == 130
