@@ -11,9 +11,9 @@ from decodelab.decoding import loop
 from decodelab.decoding.acceptance import Block, Sampling
 from decodelab.decoding.draft import Gives, chain
 from decodelab.decoding.noise import Noise
-from decodelab.tests.decoding.test_laws import EXACT, PROMPT, bias, one_hot, plainly, step, table
 from decodelab.tests.enumeration import outcomes, total_variation, unchecked
 from decodelab.tests.rigged import PROMPTS, Rigged, ask, drawn
+from decodelab.tests.tables import EXACT, PROMPT, bias, one_hot, plainly, step, table
 from decodelab.tests.tiny import tiny_decoder
 
 

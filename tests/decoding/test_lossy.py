@@ -8,9 +8,9 @@ from decodelab.decoding.draft import EMPTY, Draft, chain, tree
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import Law, Processors
 from decodelab.decoding.noise import Noise
-from decodelab.tests.decoding.test_laws import EXACT, PROMPT, bias, one_hot, step, table
 from decodelab.tests.enumeration import outcomes
 from decodelab.tests.rigged import drawn
+from decodelab.tests.tables import EXACT, PROMPT, bias, one_hot, step, table
 
 
 @pytest.mark.parametrize(("n", "threshold"), [(2, 0.09), (4, 0.0750), (50, 0.0060)])
