@@ -148,20 +148,26 @@ def read_quality(folder: Path) -> RunQuality:
         itemgetter("_target_")(run.config["acceptance"])
         for name, task in run.quality["tasks"].items():
             itemgetter("measures", "higher_is_better", "repeats", "digest", "settings")(task)
-            _check_whole(run, name, task["kind"], task["main"], task["n"])
+            _check_whole(run, name, task["n"])
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder} is not as this version writes a run ({error!r}); run it again") from None
     return run
 
 
-def _check_whole(run: RunQuality, task: str, kind: str, main: str, n: int) -> None:
-    file, items = run.folder / "quality.jsonl", _items(run, task)
-    if len(items) != n:
-        raise UserError(f"{file} holds {len(items)} of {n} items of {task}; run it again")
-    for rows in items.values():
-        for row in rows:
+def _check_whole(run: RunQuality, task: str, n: int) -> None:
+    if (found := len(_items(run, task))) != n:
+        raise UserError(f"{run.folder / 'quality.jsonl'} holds {found} of {n} items of {task}; run it again")
+    _check_scores(run, task, run.quality["tasks"][task])
+
+
+def _check_scores(run: RunQuality, task: str, about: Mapping[str, Any]) -> None:
+    """Of the metric that counts, every item has a number."""
+    kind, main = about["kind"], about["main"]
+    for row in run.rows:
+        if row["task"] == task:
             score = row["scores"].get(main)
             if score is None or (_is_ratio(kind, main) and score <= 0):
+                file = run.folder / "quality.jsonl"
                 raise UserError(f"{file}: {main} of item {row['id']} of {task} is {score}, which cannot be compared")
 
 
@@ -297,6 +303,9 @@ def compare(mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: C
     if not epsilon > 0:
         raise UserError(f"epsilon={epsilon}: a difference above 0 that does not matter, such as 0.02")
     accepted = refuse(mine, reference, allow)
+    for name in _common(mine, reference):
+        for run in (mine, reference):
+            _check_scores(run, name, mine.quality["tasks"][name])
     tasks = {name: _task(mine, reference, name, epsilon) for name in _common(mine, reference)}
     corrected = holm([task["metrics"][task["main"]]["p"] for task in tasks.values()])
     for task, p in zip(tasks.values(), corrected, strict=True):

@@ -152,7 +152,9 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
             },
         }
     if reference is not None:
-        mine = RunQuality(Path(), key, {"tasks": about, "backend": _backend()}, resolved, {}, {}, ())
+        there = reference.quality["tasks"]  # which metric counts is known once there are scores
+        alike = {name: one | {"main": there.get(name, one)["main"]} for name, one in about.items()}
+        mine = RunQuality(Path(), key, {"tasks": alike, "backend": _backend()}, resolved, {}, {}, ())
         refuse(mine, reference, settings.allow)
     return Exam(tasks, about, template, reference)
 
@@ -313,9 +315,21 @@ def _scored(task: "Task", about: Mapping[str, Any], items: Sequence[Item]) -> di
         values = [[item.values[name] for item in same if name in item.values] for same in by_doc.values()]
         metrics[name] = asdict(_interval(task, name.partition(",")[0], [v for v in values if v]))
     cut = [item.answers[0].truncated for item in items if item.answers[0].truncated is not None]
-    main = about["main"] if about["main"] in metrics else next(iter(metrics))  # a metric may have split into several
+    main = _counting(task, about["main"], metrics, items)
+    better = task.higher_is_better().get(main.partition(",")[0], about["higher_is_better"])
     truncated = sum(cut) / len(cut) if cut else None
-    return dict(about) | {"metrics": metrics, "main": main, "n": len(by_doc), "truncated": truncated}
+    told = {"metrics": metrics, "main": main, "higher_is_better": better, "n": len(by_doc), "truncated": truncated}
+    return dict(about) | told
+
+
+def _counting(task: "Task", main: str, metrics: Mapping[str, Any], items: Sequence[Item]) -> str:
+    """The main metric, or the next that has a number for each item and for all of them: a text without blanks is one
+    word, whose perplexity no float holds. A metric may also have split into several, none of which has its name."""
+    for name in dict.fromkeys((main, *metrics)):
+        scores = [_score(task, name, item.values[name]) for item in items if name in item.values]
+        if name in metrics and metrics[name]["value"] is not None and None not in scores:
+            return name
+    return main if main in metrics else next(iter(metrics))
 
 
 def _interval(task: "Task", metric: str, values: Sequence[Sequence[Any]]) -> Interval:
@@ -326,38 +340,41 @@ def _interval(task: "Task", metric: str, values: Sequence[Sequence[Any]]) -> Int
     if aggregate in (known.mean, known.perplexity):
         column = np.array([np.mean([float(v) for v in same]) for same in values])
         found = share_interval(column) if np.isin(column, (0, 1)).all() else mean_interval(column)
-        return found if aggregate is known.mean else _mapped(found, lambda x: exp(-x))
+        return found if aggregate is known.mean else _mapped(found, _perplexity)
     if _weighted(task, metric):
         sums, weights = np.array([same[0] for same in values], dtype=float).T
-        scale = (lambda x: exp(-x)) if aggregate is known.weighted_perplexity else (lambda x: -x / log(2))
-        return _mapped(ratio_interval(sums, weights), scale)
+        bits = aggregate is known.bits_per_byte
+        return _mapped(ratio_interval(sums, weights), (lambda x: -x / log(2)) if bits else _perplexity)
     every = [v for same in values for v in same]
     return Interval(float(aggregate(every)), None, None, len(values))
 
 
-def _mapped(found: Interval, falling: Callable[[float], float]) -> Interval:
-    """Of a decreasing function of the value."""
+def _mapped(found: Interval, falling: Callable[[float], float | None]) -> Interval:
+    """Of a decreasing function of the value. An interval of which one end has no number has no ends."""
     value, low, high = (None if x is None else falling(x) for x in (found.value, found.high, found.low))
-    return Interval(value, low, high, found.n)
+    return Interval(value, *((None, None) if low is None or high is None else (low, high)), found.n)
+
+
+def _perplexity(mean: float) -> float | None:
+    """None where a float cannot hold it."""
+    try:
+        return exp(-mean)
+    except OverflowError:
+        return None
 
 
 def _row(name: str, task: "Task", item: Item) -> dict[str, Any]:
     """A line of quality.jsonl. `weights`: the words or bytes that a document's perplexity counts for."""
-    from lm_eval.api import metrics as known
-
     sample, answers = item.samples[0], item.answers
     own = getattr(task, "own", None)
     question = None if own is None else own.question(sample["doc"])
     kind = KINDS[task.OUTPUT_TYPE]
     scores, weights = {}, {}
     for metric, value in item.values.items():
-        aggregate = task.aggregation().get(metric.partition(",")[0])
         if _weighted(task, metric):
             weights[metric] = value[1]
-        if _weighted(task, metric) or aggregate is known.perplexity:
-            scores[metric] = _number(aggregate([value]))
-        elif isinstance(value, Real):
-            scores[metric] = _number(value)
+        if _weighted(task, metric) or isinstance(value, Real):
+            scores[metric] = _score(task, metric, value)
     if kind == "multiple_choice":
         response: Any = [answer.value[0] for answer in answers]
         scored: Any = int(np.argmax(response)) if len(response) > 1 else answers[0].value[1]
@@ -391,8 +408,17 @@ def _weighted(task: "Task", metric: str) -> bool:
     return task.aggregation().get(metric.partition(",")[0]) in (known.weighted_perplexity, known.bits_per_byte)
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isfinite(value) else None
+def _score(task: "Task", metric: str, value: Any) -> float | None:
+    """One item's, of what lm-eval scored it with; None where it is no finite number."""
+    from lm_eval.api import metrics as known
+
+    aggregate = task.aggregation().get(metric.partition(",")[0])
+    if _weighted(task, metric) or aggregate is known.perplexity:
+        try:
+            value = aggregate([value])
+        except OverflowError:
+            return None
+    return float(value) if isinstance(value, Real) and isfinite(value) else None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ SETTINGS = {
 }  # fmt: skip
 GREEDY = {"_target_": "decodelab.decoding.acceptance.Greedy", "repetition_penalty": 1.0}
 SAMPLING = {"_target_": "decodelab.decoding.acceptance.Sampling", "repetition_penalty": 1.0, "temperature": 0.7}
-Scores = Sequence[float] | Sequence[Sequence[float]]
+Scores = Sequence[float | None] | Sequence[Sequence[float]]
 
 
 def task(name: str, scores: Scores, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -617,6 +617,14 @@ def test_a_folder_that_is_not_whole_is_one_line(tmp_path, damage, told):
 def test_no_folder(tmp_path):
     with pytest.raises(UserError, match="nowhere holds no result"):
         compare_kept(tmp_path / "nowhere", tmp_path, epsilon=0.02)
+
+
+def test_a_score_without_a_number_is_one_line_whichever_run_has_it():
+    for here, there in (([1, None], [1, 1]), ([1, 1], [1, None])):
+        with pytest.raises(UserError, match=r"acc of item 1 of t is None, which cannot be compared"):
+            compare(run(t=here), run(t=there), epsilon=0.02)
+    with pytest.raises(UserError, match=r"f1 of item 0 of t is None, which cannot be compared"):
+        compare(run(t=task("t", [1], main="f1")), run(t=[1]), epsilon=0.02, allow=["task"])
 
 
 def test_a_perplexity_of_nothing_is_refused(tmp_path):

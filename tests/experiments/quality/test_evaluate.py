@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decodelab.experiments.cli import main
+from decodelab.experiments.quality.answers import Answer
 from decodelab.experiments.quality.lm import DecodelabLM
 from decodelab.experiments.quality.settings import QualitySettings, TaskSpec
 from decodelab.experiments.quality.tasks import build_tasks
@@ -157,6 +158,32 @@ def test_intervals_are_over_items_and_perplexities_weigh_their_texts(exams: Exam
     acc = tasks["choices"]["metrics"]["acc"]
     assert acc["value"] == np.mean(scores)
     assert acc["low"] < acc["value"] < acc["high"] or set(scores) in ({0.0}, {1.0})
+
+
+def test_a_text_that_is_one_word_has_no_perplexity_of_words_and_its_bytes_count(exams: Exams):
+    """Chinese, minified code: e to the log-likelihood of it all is no float."""
+    exams.files["texts"].write_text(json.dumps({"text": "x=()=>{" * 18}) + "\n" + json.dumps({"text": "a b"}) + "\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DecodelabLM, "_roll", lambda self, text: Answer(-8.0 * len(text), len(text)))
+        assert exams.evaluate(exams.tasks("texts")) == 0
+        task, rows = exams.result()["quality"]["tasks"]["texts"], exams.rows()
+        assert task["main"] == "byte_perplexity"
+        assert task["metrics"]["byte_perplexity"]["value"] == pytest.approx(exp(8))
+        assert [row["scores"]["word_perplexity"] for row in rows] == [None, pytest.approx(exp(12))]
+        against = f"against={exams.bench.root / 'out'}"
+        assert exams.evaluate(exams.tasks("texts"), against, output="again") == 0
+    found = exams.result("again")["quality"]["against"]["tasks"]["texts"]
+    assert list(found["metrics"]) == ["byte_perplexity", "bits_per_byte"]
+
+
+def test_a_corpus_of_one_word_has_no_perplexity_of_words(exams: Exams):
+    exams.files["texts"].write_text(json.dumps({"text": "x=()=>{" * 18}) + "\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DecodelabLM, "_roll", lambda self, text: Answer(-8.0 * len(text), len(text)))
+        assert exams.evaluate(exams.tasks("texts")) == 0
+    task = exams.result()["quality"]["tasks"]["texts"]
+    assert task["metrics"]["word_perplexity"] == {"value": None, "low": None, "high": None, "n": 1}
+    assert (task["main"], task["higher_is_better"]) == ("byte_perplexity", False)
 
 
 def test_repeats_are_drawn_anew_and_clustered_by_item(exams: Exams):
