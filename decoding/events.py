@@ -45,8 +45,8 @@ class Step:
     emitted: int
     sources: tuple[str, ...]
     also_proposed: tuple[tuple[str, ...], ...]
-    kv_bytes: int
-    kv_slots: int
+    kv_bytes: int = 0
+    kv_slots: int = 0
     at_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

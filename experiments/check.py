@@ -18,8 +18,9 @@ from .composition import Composition, Exactness, draft_models, resolve, resolve_
 from .config import RunConfig
 from .format import size
 from .hardware import describe_device
+from .replay import Recording, open_recording
 from .sweep.grid import Cell
-from .tasks import FORMATS, Task, TaskSettings, load_task
+from .tasks import FORMATS, Task, TaskSettings, load_task, read_rows
 
 _EXPECTED: dict[Exactness, str] = {
     "exact": "plain decoding's own tokens (where two tie within rounding, perhaps the other one)",
@@ -40,12 +41,14 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class _Look:
-    """What can be known of a configuration from here. `absent`: models that are to be fetched."""
+    """What can be known of a configuration from here. `absent`: models that are to be fetched. A replay of ids has no
+    target."""
 
-    target: Source | NotHere
+    target: Source | NotHere | None
     absent: list[str]
     task: Task | None
     composition: Composition
+    recording: Recording | None = None
 
 
 def check(config: RunConfig) -> int:
@@ -56,19 +59,25 @@ def check(config: RunConfig) -> int:
     dtype, why = resolve_dtype(config.dtype, device)
     look = _look(config, _opened, _task)
     target, absent, task, composition = look.target, look.absent, look.task, look.composition
-    to_fetch = absent + ([] if task else [f"{config.task.dataset} (by the datasets library, unless it has it)"])
+    to_fetch = list(absent)
 
     table = Table.grid(padding=(0, 2))
-    rows = {
-        "model": f"{target}: not here yet" if isinstance(target, NotHere) else _model(target),
-        "dtype": f"{str(dtype).removeprefix('torch.')} ({why})",
-        "device": f"{device} ({describe_device(device)})",
-        "drafting": _drafter(config.drafting),
-        "acceptance": _rule(config.acceptance),
-        "task": _prompts(task, config.task),
-        "output": _EXPECTED[composition.exactness],
-        "to fetch": "; ".join(to_fetch) or "nothing",
-    }
+    rows: dict[str, str] = {}
+    if target is not None:
+        rows["model"] = f"{target}: not here yet" if isinstance(target, NotHere) else _model(target)
+    if look.recording is not None:
+        rows["replay"] = _answers(look.recording, config.task)
+        rows["drafting"] = _drafter(config.drafting)
+        rows["output"] = "the answers as they are; acceptance and tokens a step are what a run would come to"
+    else:
+        rows["dtype"] = f"{str(dtype).removeprefix('torch.')} ({why})"
+        rows["device"] = f"{device} ({describe_device(device)})"
+        rows["drafting"] = _drafter(config.drafting)
+        rows["acceptance"] = _rule(config.acceptance)
+        rows["task"] = _prompts(task, config.task)
+        rows["output"] = _EXPECTED[composition.exactness]
+        to_fetch += [] if task else [f"{config.task.dataset} (by the datasets library, unless it has it)"]
+    rows["to fetch"] = "; ".join(to_fetch) or "nothing"
     for name, text in rows.items():
         table.add_row(name, text)
     Console(markup=False, highlight=False).print(table)
@@ -110,6 +119,11 @@ def _look(
     loaded: Callable[[TaskSettings], Task | None],
 ) -> _Look:
     config.tracking.check()
+    if config.replay is not None:
+        recording = open_recording(config.replay, config.task)
+        reader = opened(config.model) if recording.task else None
+        absent = [str(reader)] if isinstance(reader, NotHere) else []
+        return _Look(reader, absent, recording.task, resolve(config, task=recording.task), recording)
     target, *drafts = [opened(spec) for spec in (config.model, *draft_models(config.drafting))]
     absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
     task = loaded(config.task)
@@ -159,6 +173,12 @@ def _rule(acceptance: Acceptance) -> str:
     keys = [name for name in LawSettings.__dataclass_fields__ if name != "sample"]
     changed = [f"{key}={getattr(law, key)}" for key in keys if getattr(law, key) != getattr(off, key)]
     return f"{', '.join([type(acceptance).__name__, *changed])}: guarantees the {acceptance.guarantee}"
+
+
+def _answers(recording: Recording, settings: TaskSettings) -> str:
+    if recording.task is not None:
+        return f"{_prompts(recording.task, settings)}, with their answers"
+    return f"{sum(1 for _ in read_rows(recording.file, 'replay'))} recorded answers of {recording.label}"
 
 
 def _prompts(task: Task | None, settings: TaskSettings) -> str:

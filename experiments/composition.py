@@ -13,6 +13,7 @@ from ..decoding.draft import DrafterSettings
 from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.source import ModelSpec, Source
+from ..decoding.replay import needs_model
 from ..drafting.draft_model import DraftSpec
 from .config import RunConfig
 from .tasks import Task
@@ -45,7 +46,15 @@ class Composition:
 
 def resolve(config: RunConfig, target: Source | None = None, task: Task | None = None) -> Composition:
     """Whether the parts go together. Without `target`, what needs its tokenizer, config or digest is left out."""
+    if config.replay is not None:
+        return _replayed(config.drafting, task)
     return resolve_pair(config.drafting, config.acceptance, target, task)
+
+
+def _replayed(drafting: DrafterSettings, task: Task | None) -> Composition:
+    """Answers are what they are, whatever the rule: the drafter must do without a model."""
+    reason = needs_model(drafting.needs, type(drafting).__module__.rpartition(".")[2])
+    return Composition("refused" if reason else "runs", "exact", (reason,) if reason else (), _bare(drafting, task))
 
 
 def resolve_pair(
@@ -59,10 +68,16 @@ def resolve_pair(
             warnings += drafting.check(target)
         except UserError as error:
             refused.append(str(error))
-    if task is not None and drafting.needs.documents and not any(item.documents for item in task.items):
-        warnings.append(f"no prompt of the task {task.label} has documents, from which this drafter copies")
+    warnings += _bare(drafting, task)
     verdict: Verdict = "refused" if refused else "runs with a fallback" if fallbacks else "runs"
     return Composition(verdict, _exactness(drafting, acceptance), tuple(refused or fallbacks), tuple(warnings))
+
+
+def _bare(drafting: DrafterSettings, task: Task | None) -> tuple[str, ...]:
+    """A warning where there is nothing to copy from."""
+    if task is None or not drafting.needs.documents or any(item.documents for item in task.items):
+        return ()
+    return (f"no prompt of the task {task.label} has documents, from which this drafter copies",)
 
 
 def _pair(drafting: DrafterSettings, acceptance: Acceptance) -> tuple[list[str], list[str]]:

@@ -49,6 +49,7 @@ class RunConfig:
     timing: Timing = "paired"
     profile: bool = False
     compare_hf: bool = False
+    replay: str | None = None
     tasks: tuple[str | TaskSpec, ...] = ()
     against: str | None = None
     output: str | None = None
@@ -76,6 +77,22 @@ class RunConfig:
             object.__setattr__(self, "quality", quality)
         if self.batch < 1:
             raise UserError(f"batch must be at least 1, got {self.batch}")
+        if self.replay is not None:
+            self._check_replay(self.replay)
         cores = os.cpu_count() or 1
         if self.threads is not None and not 1 <= self.threads <= cores:
             raise UserError(f"threads must be between 1 and the {cores} cores of this machine, got {self.threads}")
+
+    def _check_replay(self, replay: str) -> None:
+        """What asks for a model has no place in it."""
+        if not replay.strip():
+            raise UserError("replay is empty; name the folder of a run or a file of answers, or null for none")
+        asked = {
+            "quality.tasks": bool(self.quality.tasks),
+            "compare_hf": self.compare_hf,
+            "profile": self.profile,
+            f"batch={self.batch}": self.batch > 1,
+        }
+        for key, given in asked.items():
+            if given:
+                raise UserError(f"{key} needs a model, and replay has answers and none: leave one of them out")

@@ -1,7 +1,9 @@
 """Numbers as people read them. What is not known is –."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+_POSITIONS = 4  # of a draft, that are told
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -26,6 +28,17 @@ def size(value: int | float | None) -> str:
             return f"{value:.0f} {unit}" if unit in ("B", "KiB") else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
+
+
+def positions(rates: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is kept at a few positions of a draft, the first and the last among them; None for fewer than two."""
+    told = [(i, p["rate"]) for i, p in enumerate(rates, 1) if p["rate"] is not None]
+    if len(told) < 2:
+        return None
+    every = max(1, (len(told) - 1) // (_POSITIONS - 1))
+    picked = dict([*told[::every][: _POSITIONS - 1], told[-1]])
+    listed = ", ".join(f"{i}: {percent(rate)}" for i, rate in picked.items())
+    return f"kept at position {listed} (of the steps that drafted)"
 
 
 def interval(found: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ def run_key(resolved: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
 
 def build_result(
     config: Mapping[str, Any],
-    lab: Lab,
+    lab: Lab | None,
     measured: Measurement | None,
     *,
     digests: Mapping[str, Any],
@@ -45,12 +45,14 @@ def build_result(
     profile: Mapping[str, Any] | None = None,
     compare_hf: Mapping[str, Any] | None = None,
     quality: Mapping[str, Any] | None = None,
+    replay: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything a run found, as plain data. Without `measured`, quality alone: what speaks of speed is null."""
+    """Everything a run found, as plain data. Without `measured`, quality alone: what speaks of speed is null. Without
+    a `lab`, a replay: no model ran, so there is no output to judge."""
     found = _speed(lab, measured, peaks)
-    verdict = found["exactness"]["verdict"] if measured else None
+    verdict = found["exactness"]["verdict"] if found["exactness"] else None
     notes = [*warnings, *(measured.warnings if measured else ())]
-    if verdict == "broken" and lab.drafter.gives.q == "sampled" and lab.acceptance.law().sample:
+    if lab is not None and verdict == "broken" and lab.drafter.gives.q == "sampled" and lab.acceptance.law().sample:
         pair = f"{type(lab.drafter).__name__} with {type(lab.acceptance).__name__}"
         notes.append(f"no test of ours proves the law of {pair}, so its output counts as broken")
     interrupted = (measured is not None and measured.interrupted) or (quality or {}).get("interrupted", False)
@@ -65,16 +67,16 @@ def build_result(
         "status": _status(verdict, interrupted, failed),
         **found,
         "predicted_speedup": profile["predicted_speedup"] if profile else None,
-        "memory": _memory(lab.target, steps, peak_bytes),
+        "memory": _memory(lab.target if lab else None, steps, peak_bytes),
         "quality": dict(quality) if quality else None,
         "compare_hf": dict(compare_hf) if compare_hf else None,
         "profile": dict(profile) if profile else None,
-        "implementation": lab.target.implementation,
+        "replay": dict(replay) if replay else None,
+        "implementation": lab.target.implementation if lab else None,
         "warnings": list(dict.fromkeys(notes)),
     }
 
 
-def _speed(lab: Lab, measured: Measurement | None, peaks: Peaks | None) -> dict[str, Any]:
 def _status(verdict: str | None, interrupted: bool, failed: bool) -> str:
     """The worst of what happened. `failed`: what was measured is whole, and a task of quality is not."""
     if verdict == "broken":
@@ -82,6 +84,7 @@ def _status(verdict: str | None, interrupted: bool, failed: bool) -> str:
     return "interrupted" if interrupted else "failed" if failed else "done"
 
 
+def _speed(lab: Lab | None, measured: Measurement | None, peaks: Peaks | None) -> dict[str, Any]:
     """What was found of speed and exactness."""
     if measured is None:
         untimed = dict.fromkeys(("value", "low", "high", "n"))
@@ -90,8 +93,7 @@ def _status(verdict: str | None, interrupted: bool, failed: bool) -> str:
     samples, timed = measured.samples, measured.timed
     baseline, strategy = [s.baseline for s in samples], [s.strategy for s in samples]
     steps = [step for g in strategy for step in g.steps]
-    divergences = [s.divergence for s in samples if s.divergence]
-    verdict = exactness.verdict(divergences, len(samples), lab.drafter, lab.acceptance, lab.target.dtype)
+    target = lab.target if lab else None
     return {
         "prompts": len(samples),
         "timing": asdict(measured.timing),
@@ -104,14 +106,19 @@ def _status(verdict: str | None, interrupted: bool, failed: bool) -> str:
         "by_category": by_category(samples, timed),
         "speedup": _interval(samples, "decode", timed),
         "end_to_end_speedup": _interval(samples, "latency", timed),
-        "exactness": {
-            "verdict": verdict,
-            "identical": len(samples) - len(divergences),
-            "prompts": len(samples),
-            "divergences": [d.as_dict() for d in divergences],
-        },
-        "decode": _mbu(lab.target, measured, peaks if timed else None),
-        "prefill": _mfu(lab.target, strategy, peaks if timed else None),
+        "exactness": _exactness(lab, samples) if lab else None,
+        "decode": _mbu(target, measured, peaks if timed else None),
+        "prefill": _mfu(target, strategy, peaks if timed else None),
+    }
+
+
+def _exactness(lab: Lab, samples: Sequence[Sample]) -> dict[str, Any]:
+    divergences = [s.divergence for s in samples if s.divergence]
+    return {
+        "verdict": exactness.verdict(divergences, len(samples), lab.drafter, lab.acceptance, lab.target.dtype),
+        "identical": len(samples) - len(divergences),
+        "prompts": len(samples),
+        "divergences": [d.as_dict() for d in divergences],
     }
 
 
@@ -148,8 +155,11 @@ def by_category(samples: Sequence[Sample], timed: bool) -> dict[str, Any]:
     return out
 
 
-def _memory(target: Decoder, steps: Sequence[Step], peak_bytes: int | None) -> dict[str, Any]:
+def _memory(target: Decoder | None, steps: Sequence[Step], peak_bytes: int | None) -> dict[str, Any]:
     """`weights_bytes`: of all products, and of the embedding table where it is held beside the unembedding."""
+    if target is None:
+        names = ("weights_bytes", "kv_bytes", "kv_bytes_formula", "kv_bytes_per_token")
+        return {**dict.fromkeys(names), "peak_bytes": peak_bytes}
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
     kv_bytes, slots = max(((step.kv_bytes, step.kv_slots) for step in steps), default=(None, None))
     shared = target.unembedding.weight is target.embedding
@@ -162,10 +172,10 @@ def _memory(target: Decoder, steps: Sequence[Step], peak_bytes: int | None) -> d
     }
 
 
-def _mbu(target: Decoder, measured: Measurement, peaks: Peaks | None) -> dict[str, Any]:
+def _mbu(target: Decoder | None, measured: Measurement, peaks: Peaks | None) -> dict[str, Any]:
     """Bytes that the steps read (weights, committed KV) ÷ their seconds ÷ the peak measured here; the textbook's value
     (bytes of weights × tokens/s of one sequence ÷ peak) beside it."""
-    if peaks is None:
+    if peaks is None or target is None:
         return dict.fromkeys(("mbu", "mbu_baseline", "mbu_textbook", "peak"))
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
     batches = units(measured.samples)
@@ -187,9 +197,9 @@ def _mbu(target: Decoder, measured: Measurement, peaks: Peaks | None) -> dict[st
     return {"mbu": used("strategy"), "mbu_baseline": used("baseline"), "mbu_textbook": textbook, "peak": "measured"}
 
 
-def _mfu(target: Decoder, done: Sequence[Generation], peaks: Peaks | None) -> dict[str, Any]:
+def _mfu(target: Decoder | None, done: Sequence[Generation], peaks: Peaks | None) -> dict[str, Any]:
     """FLOPs of the prompts' rows ÷ prefill seconds ÷ the peak measured here. Prefill computes no row in vain."""
-    if peaks is None:
+    if peaks is None or target is None:
         return dict.fromkeys(("mfu_useful", "mfu_hardware"))
     c = target.config
     head = target.unembedding.in_features * target.unembedding.out_features
@@ -255,13 +265,23 @@ def write_run(
     write_result(folder, result)
 
 
+def write_replay(folder: Path, result: Mapping[str, Any], samples: Sequence[Sample]) -> None:
+    """`events.jsonl` and `result.json`: prompts and answers are where they were read. Steps are without a cache and
+    without seconds but those of drafting."""
+    unknown = {"at_s", "verify_s", "accept_s", "commit_s", "other_s", "kv_bytes", "kv_slots"}
+    known = ({key: value for key, value in row.items() if key not in unknown} for row in _events(samples))
+    write_lines(folder / "events.jsonl", known)
+    write_result(folder, result)
+
+
 def _events(samples: Sequence[Sample]) -> Iterable[dict[str, Any]]:
+    names = [field.name for field in fields(Step)]  # all of them plain: `asdict` would copy each value
     for sample in samples:
         for side, g in (("baseline", sample.baseline), ("strategy", sample.strategy)):
             if g.prefill is not None:
                 yield {"id": sample.id, "side": side, "event": "prefill", **asdict(g.prefill)}
             for step in g.steps:
-                yield {"id": sample.id, "side": side, "event": "step", **asdict(step)}
+                yield {"id": sample.id, "side": side, "event": "step", **{name: getattr(step, name) for name in names}}
 
 
 def _sample(s: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -271,6 +291,9 @@ def _sample(s: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "batch": s.unit,
         "prompt_tokens": len(s.prompt),
         "prompt": text_of(tokenizer, s.prompt),
+        "prompt_ids": s.prompt,  # this and the next two are what a replay reads
+        "documents": s.request.documents,
+        "max_new_tokens": s.request.stop.limit,
     }
     for side, g in (("baseline", s.baseline), ("strategy", s.strategy)):
         timed = bool(g.delivered)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from ..decoding import cost
+from ..decoding.draft import Resources
 from ..decoding.errors import UserError
 from ..decoding.model.source import Source, open_source
 from . import hardware, table
@@ -26,7 +27,8 @@ from .memory import Plan
 from .progress import Watch
 from .quality.against import RunQuality
 from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare, quality_digest
-from .result import build_result, provenance, run_key, speedup, write_run
+from .replay import Recording, carry_out, open_recording, predicted, recorded, tokenizer_of
+from .result import build_result, provenance, run_key, speedup, write_replay, write_run
 from .tasks import Task, load_task
 from .tracking import RunInfo, Running, Tracker
 
@@ -39,9 +41,10 @@ BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`."""
+    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`. A replay has a recording,
+    and no source but to read its texts."""
 
-    source: Source
+    source: Source | None
     task: Task | None
     device: torch.device
     dtype: torch.dtype
@@ -50,10 +53,13 @@ class Identity:
     resolved: Mapping[str, Any]
     slug: str  # drafter and model
     key: str
+    recording: Recording | None = None
 
 
 def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool = True) -> Identity:
     """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part."""
+    if config.replay is not None:
+        return _identify_replay(config, config.replay, progress, speed)
     if not speed and not config.quality.tasks:
         raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
     device = resolve_device(config.device)
@@ -65,6 +71,7 @@ def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool
         "draft": draft_digest(config.drafting),
         "task": None if task is None else task.digest,
         "quality": quality_digest(config),
+        "replay": None,
     }
     # what `auto` and null came to is part of what was run
     settled = {
@@ -75,6 +82,27 @@ def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool
     resolved = config.resolved | settled
     slug = f"{_drafter(config)}-{source.label}".replace("/", "_")
     return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
+
+
+def _identify_replay(config: RunConfig, replay: str, progress: Progress | None, speed: bool) -> Identity:
+    if not speed:
+        raise UserError("evaluate needs a model, and replay has answers and none: leave replay out")
+    recording = open_recording(replay, config.task)
+    source = open_source(config.model, progress) if recording.task else None
+    known = recording.run.get("digests", {})
+    digests = {
+        "weights": source.digest if source else known.get("weights"),
+        "draft": draft_digest(config.drafting),
+        "task": recording.task.digest if recording.task else known.get("task", recording.digest),
+        "quality": None,
+        "replay": recording.digest,
+    }
+    threads = {"device": "cpu", "threads": config.threads or torch.get_num_threads()}
+    resolved = recording.settled(config.resolved) | threads
+    slug = f"{_drafter(config)}-replay-{recording.label}".replace("/", "_")
+    cpu, why = torch.device("cpu"), "nothing is computed in it"
+    key = run_key(resolved, digests)
+    return Identity(source, recording.task, cpu, torch.float32, why, digests, resolved, slug, key, recording)
 
 
 def _drafter(config: RunConfig) -> str:
@@ -113,6 +141,8 @@ def execute(
     what it had when it was planned, and a run that has become another one since is refused."""
     config.tracking.check()
     with hardware.torch_threads(config.threads):
+        if config.replay is not None:
+            return _replay(config, speed, sweep, key)
         return _execute(config, speed, Warm() if warm is None else warm, sweep, key)
 
 
@@ -123,9 +153,9 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
         raise UserError(reason)
     with Watch() as watch, Heard() as heard:
         what = identify(config, watch.step, speed=speed)
-        if key not in (None, what.key):
-            raise UserError("a file of its task, model or configuration has changed since it was planned: start it again")
+        _as_planned(what, key)
         source, dtype, device = what.source, what.dtype, what.device
+        assert source is not None, "a run has a model"
         notes = resolve(config, source, what.task).notes()
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
@@ -206,10 +236,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 (folder / ANSWERS).unlink(missing_ok=True)
             console.print(f"\nwritten to {folder}", soft_wrap=True)
             tracker.done(result)
-        late = [text for text in tracker.warnings if text not in result["warnings"]]
-        if late:  # of what failed once the folder was whole
-            result["warnings"] += late
-            write_result(folder, result)
+        _tell_late(folder, result, tracker)
     _tell_unfinished(folder, result)
     if failure is not None:
         raise failure
@@ -238,6 +265,74 @@ def _tell_unfinished(folder: Path, result: Mapping[str, Any]) -> None:
     if quality:
         told.append(f"the same command with output={folder} asks for the answers that are missing")
     print("decodelab: " + "; ".join(told), file=sys.stderr)
+
+
+def _as_planned(what: Identity, key: str | None) -> None:
+    if key not in (None, what.key):
+        raise UserError("a file of its task, model or configuration has changed since it was planned: start it again")
+
+
+def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) -> Outcome:
+    """The drafter on recorded answers: a run's folder without samples, which are where they were read."""
+    started = datetime.now(UTC)
+    with Watch() as watch, Heard() as heard:
+        what = identify(config, watch.step, speed=speed)
+        _as_planned(what, key)
+        recording = what.recording
+        assert recording is not None
+        notes = resolve(config).notes()
+        folder = _folder(config, what, started)
+        title = f"{_drafter(config)} on the answers of {recording.label}"
+        made = provenance(
+            what.dtype,
+            config.seed,
+            device=hardware.describe_device(what.device),
+            dtype_reason=what.why,
+            started_at=started.isoformat(timespec="seconds"),
+            load_before=hardware.load_average(),
+        )
+        made |= {"dtype": recording.run.get("provenance", {}).get("dtype")}
+        info = RunInfo(what.key, title, "replay", folder, what.resolved, what.digests, made, sweep)
+        with config.tracking.open(info) as tracker:
+            try:
+                tokenizer = what.source.tokenizer if what.source else tokenizer_of(recording.model, watch.step)
+                samples = recorded(recording, config.task, tokenizer)
+                resources = Resources(None, tokenizer, config.acceptance.law(), watch.step)
+                measured = carry_out(config.drafting, samples, resources, watch.step)
+            except BaseException:
+                with suppress(OSError):  # it is empty
+                    folder.rmdir()
+                raise
+            if config.drafting.needs.documents and not any(s.request.documents for s in samples):
+                notes.append(f"no prompt of {recording.label} has documents, from which this drafter copies")
+            result = build_result(
+                what.resolved,
+                None,
+                measured,
+                digests=what.digests,
+                provenance=made | {"load_after": hardware.load_average(), "clock_mhz": hardware.clock_mhz()},
+                peaks=None,
+                peak_bytes=None,
+                warnings=[*notes, *heard.texts, *tracker.warnings],
+                profile=predicted(recording, measured),
+                replay=recording.about(len(measured.samples)),
+            )
+            console = Console(highlight=False, markup=False)
+            table.show(result, measured.samples, title, console)
+            write_replay(folder, result, measured.samples)
+            console.print(f"\nwritten to {folder}", soft_wrap=True)
+            tracker.done(result)
+        _tell_late(folder, result, tracker)
+    if measured.interrupted:
+        print(f"decodelab: interrupted after {result['prompts']} prompts; they are in {folder}", file=sys.stderr)
+    return Outcome(folder, result, 130 if measured.interrupted else 0)
+
+
+def _tell_late(folder: Path, result: dict[str, Any], tracker: Tracker) -> None:
+    """What failed once the folder was whole."""
+    if late := [text for text in tracker.warnings if text not in result["warnings"]]:
+        result["warnings"] += late
+        write_result(folder, result)
 
 
 def _told(tracker: Tracker, timed: bool) -> Callable[[Sequence[Sample]], None]:
@@ -270,14 +365,8 @@ def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str
         measured.interrupted = True
         return None
     timed = speedup(samples, "decode").value if measured.timed else None
-    return {
-        "context": profile.context,
-        "seconds": profile.seconds,
-        "draft": asdict(draft),
-        "alpha": cost.acceptance_probability(steps),
-        "predicted_speedup": cost.predict(profile, draft, steps) if batch == 1 else None,
-        "explained": cost.explain(profile, draft, steps, timed) if batch == 1 else [BATCHED],
-    }
+    found = cost.account(profile, draft, steps, timed)
+    return found if batch == 1 else found | {"predicted_speedup": None, "explained": [BATCHED]}
 
 
 def _peer(config: RunConfig, source: Source, dtype: torch.dtype, device: torch.device) -> HfPeer:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import metrics
-from .format import interval, number, percent, seconds, size
+from .format import interval, number, percent, positions, seconds, size
 from .measure import Sample
 
 _MEANING = {
@@ -43,10 +43,11 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
     p, strategy = r["provenance"], r["strategy"]
     timed = strategy is not None and strategy["ttft_s"] is not None
     spoken = "" if strategy is None else f" · {r['prompts']} prompts{'' if timed else ' · untimed'}"
-    yield [Text(title, style="bold"), Text(f"{p['device']} · {p['dtype']}{spoken}"), *_anchored(r["timing"])]
+    where = f"replayed from {r['replay']['source']}" if r["replay"] else f"{p['device']} · {p['dtype']}"
+    yield [Text(title, style="bold"), Text(f"{where}{spoken}"), *_anchored(r["timing"])]
     if strategy is not None:
         yield [_comparison(r)]
-        yield [*_exactness(r["exactness"]), *_resources(r)]
+        yield [*_replayed(r)] if r["replay"] else [*_exactness(r["exactness"]), *_resources(r)]
         yield [_categories(r["by_category"], timed)]
         yield [Text(line) for line in reasons(samples)]
     if r["quality"]:
@@ -148,6 +149,14 @@ def _comparison(r: Mapping[str, Any]) -> Table:
         if strategy != "–":
             table.add_row(name, plain, strategy)
     return table
+
+
+def _replayed(r: Mapping[str, Any]) -> Iterator[Text]:
+    yield Text("no model ran: the answers are known, and what they make of the drafts is computed", style="yellow")
+    if (told := positions(r["strategy"]["acceptance_by_position"])) is not None:
+        yield Text(told)
+    if r["predicted_speedup"] is not None:
+        yield Text("the speedup is predicted, not measured: from T(k) of the recorded run and what drafting took here")
 
 
 def _exactness(found: Mapping[str, Any]) -> Iterator[Text]:

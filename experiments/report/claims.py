@@ -42,7 +42,7 @@ class Claim:
 
 def claims(runs: Sequence[Run]) -> list[Claim]:
     """Each once, from the runs that say most about it."""
-    sound = [run for run in runs if run.at("status") == "done" and run.at("strategy") is not None]
+    sound = [r for r in runs if r.at("status") == "done" and r.at("strategy") is not None and not r.at("replay")]
     return [make(sound) for make in _CLAIMS]
 
 

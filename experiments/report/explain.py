@@ -13,14 +13,13 @@ from typing import Any
 from ...decoding import cost
 from ...decoding.events import Step
 from ..files import read_lines, read_result
-from ..format import percent, seconds
+from ..format import percent, positions, seconds
 from .load import Run
 
 BUSY = 1.0  # load average before the run
 _WORTH = 0.03  # of the speedup: less is not told
 _FEW = 3  # steps from which a time is taken
 _LENGTHS = ("max_draft", "copy")  # what the drafters call the length of a draft
-_SHOWN = 4  # positions of a draft
 
 
 def explain(folder: Path) -> list[str]:
@@ -173,6 +172,11 @@ def _outcome(log: Log) -> Iterator[str]:
     if status == "interrupted":
         yield f"it was interrupted after {run.at('prompts')} prompts"
     if not log.timed:
+        if run.at("replay") is not None:
+            yield f"replayed from {run.at('replay.source')}: no model ran, so nothing was timed"
+            if (predicted := run.number("predicted_speedup")) is not None:
+                yield f"T(k) of the recorded run and what drafting took in the replay predict {predicted:.2f}×"
+            return
         tau = run.number("strategy.tokens_per_step")
         if run.at("timing.mode") == "untimed":
             emitted = "" if tau is None else f": {tau:.2f} tokens a step"
@@ -214,13 +218,8 @@ def _drafts(log: Log) -> Iterator[str]:
         yield f"{idle} of {len(steps)} steps ({percent(idle / len(steps))}) had no draft and emit one token"
     offered, kept = fmean(s.depth for s in drafting), fmean(s.accepted for s in drafting)
     yield f"a draft offers {offered:.1f} tokens, of which {kept:.1f} are kept ({percent(kept / offered)})"
-    positions = run.at("strategy.acceptance_by_position") or []
-    told = [(i, p["rate"]) for i, p in enumerate(positions, 1) if p["rate"] is not None]
-    if len(told) > 1:
-        every = max(1, (len(told) - 1) // (_SHOWN - 1))
-        picked = dict([*told[::every][: _SHOWN - 1], told[-1]])
-        rates = ", ".join(f"{i}: {percent(rate)}" for i, rate in picked.items())
-        yield f"kept at position {rates} (of the steps that drafted)"
+    if (told := positions(run.at("strategy.acceptance_by_position") or [])) is not None:
+        yield told
 
 
 # --- what it cost

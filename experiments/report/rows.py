@@ -10,7 +10,10 @@ from .load import Run, at, number_at
 
 FAITHFUL = ("exact", "near-tie", "same law")  # the target's own output, or its law
 # what a run was asked beside what it measures, or what its group shares
-_UNNAMED = (*NOT_IN_KEY, "profile", "compare_hf", "timing", "trusted", "device", "dtype", "threads", "quality", "tasks")
+_UNNAMED = (
+    *NOT_IN_KEY, "profile", "compare_hf", "timing", "trusted", "device", "dtype", "threads", "quality", "tasks",
+    "replay",
+)  # fmt: skip
 
 _LONGEST = 36  # characters of a value in a label
 
@@ -106,8 +109,13 @@ def grouped(runs: Iterable[Run]) -> list[Group]:
 def _condition(run: Run) -> tuple[str, ...]:
     task = [run.at(f"config.task.{key}") for key in ("max_new_tokens", "chat", "template")]
     asked = [task, run.at("config.batch")] if run.at("digests.task") is not None else None
-    where = [run.at(path) for path in ("provenance.device", "digests.weights", "provenance.dtype", "digests.task")]
-    return tuple(_plain(part) for part in (*where, asked))
+    where = [run.at(path) for path in ("digests.weights", "provenance.dtype", "digests.task")]
+    return tuple(_plain(part) for part in (_machine(run), *where, asked))
+
+
+def _machine(run: Run) -> Any:
+    """Where the answers were decoded."""
+    return run.at("replay.device") or run.at("provenance.device")
 
 
 def _group(runs: Sequence[Run]) -> Group:
@@ -136,7 +144,7 @@ def _group(runs: Sequence[Run]) -> Group:
     ]
     return Group(
         " · ".join(title),
-        _text(first.at("provenance.device")),
+        _text(_machine(first)),
         " · ".join(shared),
         speed,
         tuple(_marked(rows)),
@@ -205,6 +213,8 @@ def _labels(runs: Sequence[Run]) -> list[str]:
             ]
             if any(other != value for other in same):
                 words.append(f"{leaf if group in parts else key}={_shown(value)}")
+        if runs[i].at("replay"):
+            words.append("(replayed)")
         labels.append(" ".join(words))
     return _numbered(labels, runs)
 

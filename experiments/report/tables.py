@@ -13,6 +13,7 @@ from .load import Found, at, number_at
 from .rows import Group, Measure, Row, Value
 
 RANKED = "ranked by {speed}, broken rows last"
+REPLAYED = "replayed: the drafter on recorded answers; no model ran, so nothing was timed, and a speedup is predicted"
 DOMINATED = (
     "dominated: another row of the table is at least as fast and at least as good, and better in one of the two; rows "
     "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide; "
@@ -57,7 +58,7 @@ MEMORY: Sequence[Column] = (
 
 
 def _output(row: Row) -> str:
-    verdict = row.verdict or "–"
+    verdict = "replayed" if row.run.at("replay") else row.verdict or "–"
     return verdict if row.status in ("done", "broken") else f"{verdict}, {row.status}"
 
 
@@ -98,6 +99,8 @@ def notes(group: Group) -> list[str]:
     said = [RANKED.format(speed=group.speed)]
     if any(row.dominated for row in group.rows):
         said.append(f"† {DOMINATED}")
+    if any(row.run.at("replay") for row in group.rows):
+        said.append(REPLAYED)
     kinds = sorted({str(kind) for row in group.rows if (kind := row.run.at("baseline.kind")) is not None})
     if kinds:
         said.append(

@@ -112,7 +112,7 @@ def _numbers(outcome: CellOutcome) -> dict[str, str]:
         "speedup [95 %]": interval(r["speedup"]) if r else "–",
         "τ": number(strategy.get("tokens_per_step")),
         "accepted": percent(strategy.get("acceptance_rate")),
-        "output": exactness.get("verdict", "–"),
+        "output": "replayed" if r.get("replay") else exactness.get("verdict", "–"),
         "quality": "\n".join(_qualities(r.get("quality"))) or "–",
         "time": duration(outcome.seconds),
     }

@@ -33,14 +33,19 @@ SCHEMA: dict[str, set[str]] = {
     "timing": {"mode", "baseline", "anchors", "drift"},
 }  # fmt: skip
 ADDED: dict[str, set[str]] = {
-    "": {"profile", "timing"},
-    "digests": {"quality"},
+    "": {"profile", "timing", "replay"},
+    "digests": {"quality", "replay"},
     "provenance": {"dtype_reason", "clock_mhz", "omp_wait_policy"},
     "baseline": {"burst"},
     "strategy": {"burst", "steps", "steps_without_draft"},
     "memory": {"kv_bytes_per_token"},
     "decode": {"mbu_baseline", "peak"},
 }
+# A line of samples.jsonl, and what a replay reads of it.
+SAMPLE = {"id", "category", "batch", "prompt_tokens", "prompt", "baseline", "strategy", "divergence"}
+SAMPLE |= {"prompt_ids", "documents", "max_new_tokens"}
+ANSWER = {"text", "tokens", "reason", "ttft_s", "tpot_s", "latency_s", "delivered"}
+REPLAY = {"source", "run", "prompts", "answers", "device", "dtype"}
 DIVERGENCE = {"id", "position", "gap"} | {"expected", "got", "second", "top_logit"}
 
 

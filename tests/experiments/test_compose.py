@@ -21,7 +21,8 @@ SHIPPED = Composer()  # reads each YAML once
 OPTIONS = [(group, option) for group, options in groups().items() if group != "experiment" for option in options]
 TOP = (
     "model, drafting, acceptance, task, quality, tracking, dtype, device, threads, seed, batch, timing, profile, "
-    "compare_hf, tasks, against, output, cell, stop_after_failures, budget_hours, rerun, sweep, search, trusted"
+    "compare_hf, replay, tasks, against, output, cell, stop_after_failures, budget_hours, rerun, sweep, search, "
+    "layers, trusted"
 )
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
 MODELS = ", ".join(groups()["model"])

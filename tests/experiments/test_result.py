@@ -14,6 +14,7 @@ import torch
 
 from decodelab import __version__, load_runs
 from decodelab.attention.layout import uniform
+from decodelab.experiments import files
 from decodelab.experiments import result as module
 from decodelab.experiments.compose import compose
 from decodelab.experiments.hardware import Peaks
@@ -21,7 +22,7 @@ from decodelab.experiments.measure import measure
 from decodelab.experiments.result import build_result, provenance, run_key, speedup, write_atomic
 from decodelab.tests.checkout import ROOT
 from decodelab.tests.decoding.model.checkpoints import edit_json, save_folder, tiny_model
-from decodelab.tests.experiments.schema import ADDED, DIVERGENCE, SCHEMA, SIDE, at
+from decodelab.tests.experiments.schema import ADDED, ANSWER, DIVERGENCE, SAMPLE, SCHEMA, SIDE, at
 from decodelab.tests.experiments.tiny_lab import PROMPTS, texts, tiny_lab
 
 
@@ -34,7 +35,13 @@ def test_the_schema(timing: str, bench: Any):
         assert set(at(result, path)) == keys | ADDED.get(path, set()), path
     assert (result["schema"], result["status"], result["prompts"]) == (1, "done", 6)
     assert result["implementation"]["linear"]
-    assert (result["quality"], result["compare_hf"], result["predicted_speedup"], result["profile"]) == (None,) * 4
+    names = ("quality", "compare_hf", "predicted_speedup", "profile", "replay")
+    assert [result[name] for name in names] == [None] * len(names)
+    for sample in bench.lines("samples.jsonl"):
+        assert (set(sample), set(sample["baseline"]), set(sample["strategy"])) == (SAMPLE, ANSWER, ANSWER)
+        assert len(sample["prompt_ids"]) == sample["prompt_tokens"]
+        assert sample["max_new_tokens"] == 12
+        assert bool(sample["documents"]) == (sample["id"] == "ask")
     if timing == "untimed":
         names = (SIDE | {"burst"}) - {"tokens"}
         unknown = [result[side][name] for side in ("baseline", "strategy") for name in names]
@@ -272,7 +279,8 @@ def test_a_full_disk_is_one_line_and_no_result(which: int, bench: Any, monkeypat
             monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         honest(path, text)
 
-    monkeypatch.setattr(module, "write_atomic", full)
+    for where in (module, files):
+        monkeypatch.setattr(where, "write_atomic", full)
     assert bench.run("timing=untimed") == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decodelab")]
     assert errors == [

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.events import Generation, Prefill, Step
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import Measurement, Sample
 from decodelab.experiments.result import build_result, provenance, write_run
+from decodelab.tests.rigged import ask
 
 PLAIN = 0.010  # seconds of a plain step
 
@@ -44,18 +46,11 @@ def prompt(
     return Sample("made up", category, 0, None, plain=tokens, **sides, **more)  # type: ignore[arg-type]
 
 
-class _Request:
-    """Of a request only the prompt is written."""
-
-    def __init__(self, prompt: tuple[int, ...]) -> None:
-        self.prompt = prompt
-
-
 def write(
     folder: Path, lab: Lab, *samples: Sample, config: Any = None, made: Any = None, result: Any = None, **measured: Any
 ) -> None:
     """A run's folder. `config`, `made` (its provenance) and `result` overwrite what is there without them."""
-    units = [replace(s, unit=i, request=_Request((1, 2, 3, 4))) for i, s in enumerate(samples)]  # type: ignore[arg-type]
+    units = [replace(s, unit=i, request=ask((1, 2, 3, 4), Greedy())) for i, s in enumerate(samples)]
     found = build_result(
         {"drafting": {"max_draft": 8}, "task": {"max_new_tokens": 40}, "batch": 1} | (config or {}),
         lab,
