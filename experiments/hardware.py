@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -51,7 +51,7 @@ def peaks(device: torch.device, dtype: torch.dtype, threads: int, cache: bool = 
     What was measured while the cores were shared is not kept.
     """
     machine = _machine(device, dtype, threads)
-    note = cache_dir() / "hardware" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
+    note = _note(machine)
     if cache and (known := _read(note)) is not None:
         return known
     with torch_threads(threads):
@@ -60,6 +60,15 @@ def peaks(device: torch.device, dtype: torch.dtype, threads: int, cache: bool = 
         with suppress(UserError), atomic_file(note) as file:  # not writable or full: it is measured again next time
             file.write(json.dumps({"machine": machine, **asdict(found)}, indent=1).encode())
     return found
+
+
+def known_peaks(device: torch.device, dtype: torch.dtype, threads: int) -> Peaks | None:
+    """What was measured earlier."""
+    return _read(_note(_machine(device, dtype, threads)))
+
+
+def _note(machine: Mapping[str, Any]) -> Path:
+    return cache_dir() / "hardware" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
 
 
 def _machine(device: torch.device, dtype: torch.dtype, threads: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from .version import code_digest, package_digest
 if TYPE_CHECKING:  # torch, which planning imports
     from ..config import RunConfig
     from ..quality.settings import QualitySettings
+    from .guess import Work
 
 SWEEP = "sweep.json"
 StartWorker = Callable[[str, Path, Sequence[int]], CellWorker]  # (group, its first log, descriptors to inherit)
@@ -106,6 +107,7 @@ class Planned:
     code: str = ""
     against: Path | None = None
     quality: "QualitySettings | None" = None
+    work: "Work | None" = None
     wrong: State | None = None
 
 
@@ -126,6 +128,7 @@ class Sweep:
         self._waiting: dict[str, Planned] = {}
         self._done: dict[str, Found] = {}  # of those that are expected; decided once
         self._total = 0
+        self._guesses: dict[Work, float | None] = {}
         self._locks: dict[str, Lock] = {}
         self._worker: CellWorker | None = None
         self._interrupted = False
@@ -208,7 +211,7 @@ class Sweep:
         said = f"{len(ordered)} cells in {self.folder}: {len(ordered) - len(todo) - wrong} done, {len(todo)} to run"
         said += f", {wrong} refused" if wrong else ""
         if todo:
-            said += f"; {_ahead(self._left()) or 'how long is unknown until the first is done'}"
+            said += f"; {self._ahead(self._left()) or 'how long is unknown until the first is done'}"
         self._display.say(said)
         return ordered
 
@@ -240,6 +243,7 @@ class Sweep:
         from ..composition import resolve
         from ..hardware import torch_threads
         from ..run import identify
+        from .guess import Work
 
         config = self._composer.compose(cell.overrides)
         config.tracking.check()
@@ -260,6 +264,7 @@ class Sweep:
             code=code_digest(self._package, config.trusted),
             against=None if config.against is None else Path(config.against).expanduser(),
             quality=config.quality,
+            work=Work.of(config, what),
         )
 
     def _asked(self, cell: Cell, key: str, group: str = "", threads: int | None = None) -> Job:
@@ -282,7 +287,7 @@ class Sweep:
             self._waiting.pop(key, None)
             if kept is None:
                 count = f"[{len(self._ended)}/{self._total}] " if self._total else ""
-                left = f" ({ahead})" if self._waiting and (ahead := _ahead(self._left())) else ""
+                left = f" ({ahead})" if self._waiting and (ahead := self._ahead(self._left())) else ""
                 self._display.say(f"{count}{line(outcome)}{left}")
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -331,7 +336,7 @@ class Sweep:
 
         def tick() -> None:  # while the cell is timed, so nothing is read but the end of its log
             spent = time.monotonic() - began
-            left = None if ahead is None else _ahead(max(0.0, ahead - spent))
+            left = None if ahead is None else self._ahead(max(0.0, ahead - spent))
             words = [planned.job.label, duration(spent), last_line(planned.folder), *filter(None, [left])]
             self._display.now(f"[{len(self._ended) + 1}/{self._total or '…'}] {' · '.join(words)}")
 
@@ -387,19 +392,28 @@ class Sweep:
         failed = sum(outcome.status in _FAILED for outcome in self._ended.values())
         if most is not None and failed >= most:
             return f"{failed} cells have failed (stop_after_failures={most})"
-        expected = self._expected(planned)
-        if hours is not None and time.monotonic() - self._began + (expected or 0.0) > 3600 * hours:
-            takes = "" if expected is None else f", and it takes about {duration(expected)}"
-            return f"the time is up (budget_hours={hours:g}){takes}"
+        if hours is None:
+            return None
+        left, expected = 3600 * hours - (time.monotonic() - self._began), self._expected(planned)
+        if left <= 0:
+            return f"the time is up (budget_hours={hours:g})"
+        if expected is not None and expected > left:
+            takes = f"it takes {'about' if self._seconds else 'perhaps'} {duration(expected)}"
+            return f"{takes}, and of budget_hours={hours:g} {duration(left)} are left"
         return None
 
     def _not_started(self, planned: Planned, why: str) -> CellOutcome:
         return CellOutcome("not started", planned.job.key, planned.folder, None, None, why, planned.job.label)
 
     def _expected(self, planned: Planned) -> float | None:
-        """Seconds: the mean of the cells of its group that are done, or else of all."""
+        """Seconds: the mean of the cells of its group that are done, or else of all, or else a guess."""
         known = self._seconds.get(planned.job.group) or [s for group in self._seconds.values() for s in group]
-        return fmean(known) if known else None
+        if known or planned.work is None:
+            return fmean(known) if known else None
+        if planned.work not in self._guesses:
+            self._display.now("measuring how fast the memory is")
+            self._guesses[planned.work] = planned.work.seconds()
+        return self._guesses[planned.work]
 
     def _left(self) -> float | None:
         """Seconds until the last of the expected cells is done; None while nothing is known."""
@@ -407,13 +421,14 @@ class Sweep:
         todo = [self._expected(one) for one in waiting]
         return None if None in todo else sum(filter(None, todo))
 
+    def _ahead(self, seconds: float | None) -> str | None:
+        if seconds is None or self._seconds:
+            return None if seconds is None else f"about {duration(seconds)} left"
+        return f"perhaps {duration(seconds)} left, a guess from the bytes of the weights"
+
     def _lock_gpu(self, device: str) -> None:
         if device.startswith("cuda") and device not in self._locks:
             self._locks[device] = lock_gpu(device)
-
-
-def _ahead(seconds: float | None) -> str | None:
-    return None if seconds is None else f"about {duration(seconds)} left"
 
 
 def _now() -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from decodelab.decoding.errors import UserError
+from decodelab.experiments import hardware
 from decodelab.experiments.compose import Composer
+from decodelab.experiments.hardware import Peaks
 from decodelab.experiments.quality.evaluate import ANSWERS
 from decodelab.experiments.sweep import sweep as sweeps
 from decodelab.experiments.sweep.cells import Runner, State, Status, scan, write
@@ -40,7 +42,7 @@ def test_each_cell_has_its_status_and_the_others_run(stage: Stage, capsys: pytes
     assert len(stage.started) == 5  # a new worker after each failure, but not after broken and refused
     told = capsys.readouterr()
     assert "8 cells in" in told.err
-    assert "0 done, 8 to run; how long is unknown until the first is done" in told.err
+    assert "0 done, 8 to run; perhaps 0.0 s left, a guess from the bytes of the weights" in told.err
     assert "[1/8] done 1.50× [1.25, 1.75] in 2.0 s: seed=0 (about 14 s left)" in told.err
     assert "[3/8] failed in 0.0 s: seed=2 – the process ended with SIGSEGV (exit 139) (about 10 s left)" in told.err
     rows = [line.split() for line in told.out.splitlines() if re.match(r" *\d ", line)]
@@ -312,12 +314,41 @@ def test_no_cell_starts_that_would_not_be_done_in_time(stage: Stage, capsys: pyt
     assert stage.sweep("seed=0,1,2", "dtype=float64,float32", "budget_hours=0.5") == 1
     assert stage.ran == ["seed=0 dtype=float64"]
     told = capsys.readouterr().out
-    assert "not started: seed=1 dtype=float64 – the time is up (budget_hours=0.5), and it takes about 50 min" in told
+    why = "it takes about 50 min, and of budget_hours=0.5 30 min are left"
+    assert f"not started: seed=1 dtype=float64 – {why}" in told
     stage.ran = []
     (stage.cell("seed=0 dtype=float64") / "result.json").unlink()
     assert stage.sweep("seed=0", "dtype=float32") == 0
     assert stage.sweep("seed=0,1,2", "dtype=float64,float32", "budget_hours=0.5") == 1
     assert stage.ran[1:] == ["seed=0 dtype=float64", "seed=1 dtype=float32", "seed=2 dtype=float32"]
+
+
+def test_before_any_cell_is_done_the_time_is_guessed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """2 sides of 2 prompts and at most 10 tokens, each a reading of the weights; also for a first cell, which the
+    budget keeps from starting."""
+    (stage.bench.root / "task.jsonl").write_text('{"prompt": "ab ab"}\n{"prompt": "12 12"}\n')
+    weights = sum(file.stat().st_size for file in stage.bench.checkpoint.glob("*.safetensors"))
+    monkeypatch.setattr(hardware, "_measure", lambda *_: Peaks(2 * 2 * 10 * weights / 1000, 1.0))
+    assert stage.sweep("seed=0,1,2", "task.max_new_tokens=10", "budget_hours=0.2") == 1
+    told = capsys.readouterr()
+    left = re.search(r"3 to run; perhaps (\d+) min left, a guess from the bytes of the weights", told.err)
+    assert left is not None
+    assert 45 <= int(left[1]) <= 50  # the file has a header, too
+    assert stage.ran == []
+    why = r"it takes perhaps 1\d min, and of budget_hours=0\.2 12 min are left"
+    assert re.search(f"not started: seed=0 – {why}", told.out)
+    stage.seconds = {f"seed={seed}": 100.0 for seed in range(3)}
+    assert stage.sweep("seed=0,1,2", "task.max_new_tokens=10") == 0
+    assert "in 2 min: seed=0 (about 3 min left)" in capsys.readouterr().err
+
+
+def test_how_long_quality_takes_is_unknown(stage: Stage, capsys: pytest.CaptureFixture[str]):
+    task = stage.bench.root / "asked.jsonl"
+    task.write_text('{"question": "what?", "answer": "it"}\n')
+    assert stage.sweep("seed=0,1", f"tasks=[{task}]") == 0
+    assert "2 to run; how long is unknown until the first is done" in capsys.readouterr().err
 
 
 def test_the_time_left_comes_from_cells_that_are_done(stage: Stage, capsys: pytest.CaptureFixture[str]):
