@@ -279,7 +279,7 @@ def _asked(
         lm.begin(repeat, about["repeats"], replay=replay)
         task.set_fewshot_seed(SHOTS_SEED)  # anew, so that every pass asks the same
         chat = about["settings"]["chat"]
-        with _heard(), redirect_stderr(StringIO()):  # of lm-eval's progress bars
+        with _heard(), _item_by_item(task), redirect_stderr(StringIO()):  # of lm-eval's progress bars
             done = evaluate(
                 lm,
                 {name: task},
@@ -303,6 +303,17 @@ def _asked(
         return evaluated(replay=False), False
     except KeyboardInterrupt:
         return evaluated(replay=True), True
+
+
+@contextmanager
+def _item_by_item(task: "Task") -> Iterator[None]:
+    """Without lm-eval's numbers over all items: ours have intervals, and its perplexities overflow."""
+    known = task.aggregation
+    task.aggregation = lambda: dict.fromkeys(known(), len)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del task.aggregation
 
 
 def _scored(task: "Task", about: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
