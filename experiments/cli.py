@@ -39,6 +39,7 @@ EXAMPLES = (
     "decodelab run -m acceptance=greedy,sampling 'drafting.max_draft=range(4,17,4)'",
 )
 _NO_KEYS = ("_target_:", "# @package")  # lines of a YAML file that a command line does not set
+_OF_SWEEPS = ("stop_after_failures", "budget_hours", "rerun")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -170,6 +171,7 @@ def _dispatch(argv: Sequence[str]) -> int:
             return search(words.job, configs[0], words.overrides, composer, words.config_dirs)
         check_space("run", configs[0], words.overrides, composer)
     if single:
+        _refuse_sweeps_keys(configs[0])
         return job.do(configs[0])
     if job.measures:
         from .sweep.sweep import sweep
@@ -180,6 +182,14 @@ def _dispatch(argv: Sequence[str]) -> int:
     from .check import check_cells
 
     return check_cells(cells, configs)
+
+
+def _refuse_sweeps_keys(config: "RunConfig") -> None:
+    """What a single run would ignore; a search, which only check gets so far with, would not."""
+    given = {"cell.timeout": config.cell.timeout} | {key: getattr(config, key) for key in _OF_SWEEPS}
+    set_ = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if set_ and config.search is None:
+        raise UserError(f"{' '.join(set_)} is of a sweep, and this is a single run: with -m it is a sweep of one cell")
 
 
 def _run(config: "RunConfig") -> int:

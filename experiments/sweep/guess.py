@@ -12,8 +12,8 @@ from ..run import Identity
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`bytes` are read from memory where every answer is as long as it may be and each token, of the baseline and of the
-    strategy, costs one reading of the weights. Loading, prompts and a drafter come on top; drafts that fit save some."""
+    """`bytes` are read from memory where every answer is as long as it may be, and each token, of the baseline and of
+    the strategy, reads the weights once. Loading, prompts and a drafter come on top; drafts that fit save some."""
 
     bytes: int
     device: torch.device

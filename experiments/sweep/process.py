@@ -13,6 +13,7 @@ from typing import IO, Protocol, runtime_checkable
 
 from .cells import Status
 
+_START_S = 600.0  # for a process to be up: imports from a slow disk take minutes
 _SLICE_S = 0.5  # between looks at a cell that runs
 _GRACE_S = 60.0  # for an interrupted cell to write what it has
 # A shell beside the worker that kills the group when the sweep is gone, which closes the pipe ${0}. A thread of the
@@ -75,7 +76,10 @@ class Worker:
 
     def _run(self, folder: Path, timeout: float | None, tick: Callable[[], None]) -> tuple[Status, str] | None:
         kills = oom_kills()
-        answered = self._ready or self._answered(None, tick)
+        answered = self._ready or self._answered(_START_S, tick)
+        if answered is None:
+            self.stop()
+            return "failed", f"its process was not up after {_START_S:g} s"
         if answered:
             self._ready = True
             with suppress(BrokenPipeError):

@@ -178,6 +178,15 @@ def test_cfg_of_a_sweep_prints_what_cells_share_and_each_cell_s_own(swept, capsy
     assert "drafting" not in shown
 
 
+def test_what_is_of_a_sweep_is_refused_for_a_single_run(bench, capsys):
+    assert bench.run("cell.timeout=0.5", "budget_hours=2") == 2
+    assert capsys.readouterr().err == (
+        "decodelab: error: cell.timeout=0.5 budget_hours=2.0 is of a sweep, and this is a single run: with -m it is a "
+        "sweep of one cell\n"
+    )
+    assert not bench.folder.exists()
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["run", "--help"], ["-h", "check"]])
 def test_help_names_jobs_options_keys_and_examples(argv, capsys):
     assert main(argv) == 0

@@ -1,4 +1,4 @@
-"""One sweep in real processes: cells that crash, hang, run out of memory and raise; killed in the middle, started again."""
+"""One sweep in real processes: cells that crash, hang, run out of memory and raise; killed midway, started again."""
 
 import json
 import os
@@ -63,9 +63,7 @@ def waited_for(file: Path, process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="the cell that grows reads its size as Linux tells it"
-)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="a cell reads its size as Linux tells it")
 def test_a_sweep_survives(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

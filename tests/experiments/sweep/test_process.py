@@ -77,6 +77,13 @@ def test_a_process_that_ends_before_its_first_cell(start: Callable[..., Worker],
     assert (tmp_path / "log.txt").read_text() == "no such library\n"
 
 
+def test_a_process_that_does_not_come_up(start: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "_START_S", 0.2)
+    worker = start(script="import time; time.sleep(60)")
+    assert worker.run(tmp_path, None, nothing) == ("failed", "its process was not up after 0.2 s")
+    assert gone(worker.pid)
+
+
 def test_a_cell_that_hangs_is_stopped_with_all_that_it_started(start: Callable[..., Worker], tmp_path: Path):
     hang = "open(folder + '/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
     ticks: list[None] = []
