@@ -183,7 +183,7 @@ def read_tensors(trained: Trained, config: HeadConfig, dtype: torch.dtype, devic
     found = {
         name: stored[name].to(device=device, dtype=dtype)
         for name in config.shapes() | config.more_shapes()
-        if name in stored and name != "t2d"  # t2d says again what d2t says
+        if name in stored
     }
     if wrong := [name for name, tensor in found.items() if not torch.isfinite(tensor).all()]:
         raise UserError(f"{trained.file}: {wrong[0]} is not finite in {dtype}: corrupt, or too large for it")

@@ -479,6 +479,8 @@ def test_published_heads(fused, prefix, tmp_path):
     assert layer.inv_freq[1] == pytest.approx(500.0**-0.25)
     assert made.head.ids.tolist() == ([2 * i for i in range(30)] if fused else list(range(V)))
     assert made.needs.taps == ((1, 2) if fused else ("final",))
+    if not fused:
+        assert torch.equal(made.head.fc(torch.zeros(1, 2 * DIM)), torch.ones(1, DIM))
     got = loop.generate(target, [ask(PROMPTS[0], Greedy(), 8)], made, Greedy())
     assert got[0].steps[0].drafted == 15
 
