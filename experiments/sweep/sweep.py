@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -98,7 +99,7 @@ def folder_of(output: str | None, job: str, overrides: Sequence[str], config_dir
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A cell that has a key. `code`: a digest of the sources now; `against`: a run whose quality is its reference;
-    `wrong`: why it cannot run at all."""
+    `wrong`: why it cannot run at all; `trace`: where a bug shows itself then."""
 
     job: Job
     folder: Path
@@ -109,6 +110,7 @@ class Planned:
     quality: "QualitySettings | None" = None
     work: "Work | None" = None
     wrong: State | None = None
+    trace: str = ""
 
 
 @dataclass
@@ -237,7 +239,9 @@ class Sweep:
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a part of the user's own runs here; other cells wait
             status, detail = verdict(error)
             key = hashlib.sha256(json.dumps([self.job, cell.overrides]).encode()).hexdigest()[:12]
-            return Planned(self._asked(cell, key), self.folder / f"{status}-{key}", wrong=State(status, detail))
+            trace = "" if status == "refused" else traceback.format_exc()
+            folder = self.folder / f"{status}-{key}"
+            return Planned(self._asked(cell, key), folder, wrong=State(status, detail), trace=trace)
 
     def _identified(self, cell: Cell) -> Planned:
         from ..composition import resolve
@@ -297,6 +301,8 @@ class Sweep:
         job = planned.job
         if (wrong := planned.wrong) is not None:
             self._write(planned, wrong)
+            if planned.trace:
+                (planned.folder / LOG).write_text(planned.trace, encoding="utf-8")
             return CellOutcome(wrong.status, job.key, planned.folder, None, None, wrong.detail, job.label)
         if (why := self._stopped(planned)) is not None:
             return self._not_started(planned, why)

@@ -285,7 +285,11 @@ def test_what_cannot_run_is_refused_alone(stage: Stage, capsys: pytest.CaptureFi
     [(ValueError("no\nway"), "failed ValueError: no way"), (SystemExit(3), "failed the cell called")],
 )
 def test_a_user_s_part_that_fails_while_it_is_planned(
-    error: BaseException, state: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    state: str,
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     honest = sweeps.Sweep._identified
 
@@ -298,6 +302,10 @@ def test_a_user_s_part_that_fails_while_it_is_planned(
     assert stage.sweep("seed=0,1") == 1
     assert stage.ran == ["seed=1"]
     assert stage.states()["seed=0"].startswith(state)
+    log = stage.cell("seed=0") / "log.txt"
+    assert log.read_text().startswith("Traceback")
+    assert "test_sweep.py" in log.read_text()
+    assert str(log) in capsys.readouterr().out
 
 
 def test_stop_after_failures(stage: Stage, capsys: pytest.CaptureFixture[str]):
