@@ -123,7 +123,8 @@ def _look(
         recording = open_recording(config.replay, config.task)
         reader = opened(config.model) if recording.task else None
         absent = [str(reader)] if isinstance(reader, NotHere) else []
-        return _Look(reader, absent, recording.task, resolve(config, task=recording.task), recording)
+        known = reader if isinstance(reader, Source) else None
+        return _Look(reader, absent, recording.task, resolve(config, known, recording.task), recording)
     target, *drafts = [opened(spec) for spec in (config.model, *draft_models(config.drafting))]
     absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
     task = loaded(config.task)

@@ -47,14 +47,20 @@ class Composition:
 def resolve(config: RunConfig, target: Source | None = None, task: Task | None = None) -> Composition:
     """Whether the parts go together. Without `target`, what needs its tokenizer, config or digest is left out."""
     if config.replay is not None:
-        return _replayed(config.drafting, task)
+        return _replayed(config.drafting, target, task)
     return resolve_pair(config.drafting, config.acceptance, target, task)
 
 
-def _replayed(drafting: DrafterSettings, task: Task | None) -> Composition:
+def _replayed(drafting: DrafterSettings, target: Source | None, task: Task | None) -> Composition:
     """Answers are what they are, whatever the rule: the drafter must do without a model."""
+    warnings = list(_bare(drafting, task))
     reason = needs_model(drafting.needs, type(drafting).__module__.rpartition(".")[2])
-    return Composition("refused" if reason else "runs", "exact", (reason,) if reason else (), _bare(drafting, task))
+    if reason is None and target is not None:
+        try:
+            warnings += drafting.check(target)
+        except UserError as error:
+            reason = str(error)
+    return Composition("refused" if reason else "runs", "exact", (reason,) if reason else (), tuple(warnings))
 
 
 def resolve_pair(

@@ -280,7 +280,7 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
         _as_planned(what, key)
         recording = what.recording
         assert recording is not None
-        notes = resolve(config).notes()
+        notes = resolve(config, what.source).notes()
         folder = _folder(config, what, started)
         title = f"{_drafter(config)} on the answers of {recording.label}"
         made = provenance(

@@ -250,6 +250,7 @@ def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private:
             [{"prompt": "a", "answer": "b"}], ["drafting=merge", "drafting.budget=auto"],
             "refused, because replay has answers and no model, and merge needs one",
         ),
+        ([{"prompt": "a", "answer": "b"}], ["drafting=retrieval"], "refused, because drafting=retrieval has nothing to"),
         ([{"prompt": "a", "answer": "b"}], ["compare_hf=true"], "compare_hf needs a model, and replay has answers and"),
         ([{"prompt": "a", "answer": "b"}], ["batch=2"], "batch=2 needs a model, and replay has answers and none"),
         ([{"prompt": "a", "answer": "b"}], ["profile=true"], "profile needs a model, and replay has answers and none"),
