@@ -1,7 +1,6 @@
 """Quality of a run: lm-eval's tasks on the decoding path, item by item."""
 
 import hashlib
-import inspect
 import json
 import logging
 import sys
@@ -9,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from logging.handlers import QueueHandler
 from math import exp, isfinite, log
@@ -27,12 +25,10 @@ from ..config import RunConfig
 from ..files import write_atomic
 from ..lab import Lab, Progress
 from ..statistics import Interval, mean_interval, ratio_interval, share_interval
-from ..tasks import read_file, read_template
+from ..tasks import read_template
 from .against import RunQuality, compare_and_write, read_quality, refuse
 from .answers import Answer, Answers
-from .scorers import Function, build_scorer
-from .settings import TaskSpec
-from .tasks import build_tasks
+from .tasks import backend, build_tasks, tasks_digest
 
 if TYPE_CHECKING:  # a second that commands without quality do not pay
     from lm_eval.api.task import Task
@@ -67,29 +63,9 @@ def quality_digest(config: RunConfig) -> str | None:
     if not settings.tasks:
         return None
     template = read_template(settings.template, "quality.template")
-    digests = [_spec_digest(t, config.trusted) if isinstance(t, TaskSpec) else t for t in settings.tasks]
-    files = [
-        (str(file.relative_to(folder)), hashlib.sha256(file.read_bytes()).hexdigest())
-        for folder in (Path(folder).expanduser() for folder in settings.include)
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and "__pycache__" not in file.parts
-    ]
-    return hashlib.sha256(json.dumps([_backend(), template, digests, files]).encode()).hexdigest()
-
-
-def _spec_digest(task: TaskSpec, trusted: tuple[str, ...]) -> str:
-    """Of a task's file and of how it is read and scored; which items are asked, and how, is apart."""
-    digest = hashlib.sha256(repr((task.kind, task.prompt, task.fields, task.scorer)).encode())
-    for key, path in (("path", task.path), ("shots_path", task.shots_path)):
-        if path is not None:
-            digest.update(read_file(Path(path), f"quality.tasks.{key}"))
-    if task.scorer is not None:
-        name = task.scorer if isinstance(task.scorer, str) else str(task.scorer.get("name"))
-        if "." in name:
-            scorer = build_scorer(task.scorer, trusted)
-            file = inspect.getsourcefile(inspect.unwrap(scorer.function)) if isinstance(scorer, Function) else None
-            digest.update(b"" if file is None else Path(file).read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(
+        json.dumps([backend(), template, tasks_digest(settings, config.trusted)]).encode()
+    ).hexdigest()
 
 
 def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, Any]) -> Exam | None:
@@ -106,14 +82,9 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
             f"quality.repeats={settings.repeats} would draw one answer {settings.repeats} times; acceptance=sampling"
         )
     template = read_template(settings.template, "quality.template")
-    if settings.chat and template is None and not source.tokenizer.chat_template:
-        raise UserError(
-            "quality.chat=true, but the tokenizer has no chat template: give one with quality.template=FILE"
-        )
     reference = None if config.against is None else read_quality(Path(config.against).expanduser())
     tasks = build_tasks(settings, source.tokenizer, config.trusted)
     context = ModelConfig.from_hf(source.config).max_positions
-    specs = {t.name or Path(t.path).stem: t for t in settings.tasks if isinstance(t, TaskSpec)}
     if settings.max_length is not None and settings.max_length > context:
         raise UserError(f"quality.max_length={settings.max_length}: the context of {source.label} is {context}")
     effective = (template or str(source.tokenizer.chat_template)) if settings.chat else None
@@ -136,7 +107,7 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
             "main": main,
             "higher_is_better": bool(better),
             "repeats": settings.repeats if generates else 1,
-            "digest": _task_digest(task) if own is None else _spec_digest(specs[name], config.trusted),
+            "digest": _task_digest(task) if own is None else own.digest,
             "settings": {
                 "shots": (task.config.num_fewshot or 0) if own is None else own.shots,
                 "chat": settings.chat,
@@ -154,7 +125,7 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
     if reference is not None:
         there = reference.quality["tasks"]  # which metric counts is known once there are scores
         alike = {name: one | {"main": there.get(name, one)["main"]} for name, one in about.items()}
-        mine = RunQuality(Path(), key, {"tasks": alike, "backend": _backend()}, resolved, {}, {}, ())
+        mine = RunQuality(Path(), key, {"tasks": alike, "backend": backend()}, resolved, {}, {}, ())
         refuse(mine, reference, settings.allow)
     return Exam(tasks, about, template, reference)
 
@@ -166,13 +137,6 @@ def _task_digest(task: "Task") -> str:
     for doc in task.eval_docs:
         digest.update(json.dumps(doc, sort_keys=True, default=str).encode())
     return digest.hexdigest()
-
-
-def _backend() -> str:
-    try:
-        return f"decodelab, lm-eval {version('lm_eval')}"
-    except PackageNotFoundError:
-        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'") from None
 
 
 def main_metric(task: "Task") -> str:
@@ -248,7 +212,7 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
 
 def no_quality(failed: Mapping[str, str]) -> dict[str, Any]:
     """What result.json holds under `quality` where nothing was found. `failed`: why, by task."""
-    return {"tasks": {}, "backend": _backend(), "against": None, "interrupted": False, "failed": dict(failed)}
+    return {"tasks": {}, "backend": backend(), "against": None, "interrupted": False, "failed": dict(failed)}
 
 
 @dataclass(frozen=True, slots=True)

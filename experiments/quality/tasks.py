@@ -1,26 +1,30 @@
 """The tasks of a run: files of the user's own, and lm-eval's by name."""
 
+import glob
 import hashlib
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from ...decoding.errors import UserError
 from ..construct import did_you_mean
 from ..items import Row
-from ..tasks import read_rows
+from ..tasks import read_file, read_rows
 from .questions import FIELDS, Metrics, Question, reading
-from .scorers import Function, Scorer, scorer_text
+from .scorers import Function, Scorer, build_scorer, scorer_text
 from .settings import Kind, QualitySettings, TaskSpec
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
-KEY = "quality.tasks.path"
+KEY, SHOTS_KEY = "quality.tasks.path", "quality.tasks.shots_path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,8 @@ def build_tasks(settings: QualitySettings, tokenizer: Any, trusted: tuple[str, .
         raise UserError(
             "quality.chat=true, and the tokenizer has no chat template: give one with quality.template=FILE"
         )
-    try:
-        from .harness import FileTask, named_tasks
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'") from error
+    from .harness import FileTask, named_tasks
+
     named = named_tasks([task for task in settings.tasks if isinstance(task, str)], settings)
     tasks: dict[str, Task] = {}
     for task in settings.tasks:
@@ -109,18 +109,32 @@ def build_tasks(settings: QualitySettings, tokenizer: Any, trusted: tuple[str, .
     return tasks
 
 
-def task_digests(settings: QualitySettings, trusted: tuple[str, ...]) -> dict[str, str]:
-    """What each task is, read without lm-eval: of a file `OwnTask.digest`; of a name, with all that the included
-    folders hold."""
-    held = [part for folder in settings.include for part in _contents(Path(folder).expanduser())]
-    digests = {}
-    for task in settings.tasks:
-        if isinstance(task, str):
-            digests[task] = _sha(task, *held)
-        else:
-            own = read_task(task, settings, trusted)
-            digests[own.name] = own.digest
-    return digests
+def backend() -> str:
+    """What asks and scores, with its version; refused where it is not installed."""
+    try:
+        return f"decodelab, lm-eval {version('lm_eval')}"
+    except PackageNotFoundError:
+        raise UserError("quality.tasks needs lm-eval: pip install 'decodelab[quality]'") from None
+
+
+def tasks_digest(settings: QualitySettings, trusted: tuple[str, ...]) -> str:
+    """Of all that the tasks are read from, without lm-eval: `OwnTask.digest` of files; of names, what the included
+    folders hold and the data on this machine that their YAML names."""
+    asked = [spec_digest(t, trusted) if isinstance(t, TaskSpec) else t for t in settings.tasks]
+    return _sha(*asked, *(part for folder in settings.include for part in _contents(Path(folder).expanduser())))
+
+
+def spec_digest(spec: TaskSpec, trusted: tuple[str, ...]) -> str:
+    """As `OwnTask.digest` says."""
+    scored = "" if spec.scorer is None else scorer_text(spec.scorer)
+    read = [str(spec.kind), str(spec.prompt), str(sorted((spec.fields or {}).items())), scored]
+    named = ((KEY, spec.path), (SHOTS_KEY, spec.shots_path))
+    files = [read_file(Path(path), key) for key, path in named if path is not None]
+    if spec.scorer is not None and "." in scored.partition("{")[0]:
+        scorer = build_scorer(spec.scorer, trusted)
+        source = inspect.getsourcefile(inspect.unwrap(scorer.function)) if isinstance(scorer, Function) else None
+        files += [] if source is None else [Path(source).read_bytes()]
+    return _sha(*read, *files)
 
 
 def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...]) -> OwnTask:
@@ -129,7 +143,7 @@ def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...
     rows = _rows(spec.path, KEY, spec)
     read = reading(rows, spec, shots, trusted)
     asked = list(_identified(map(read.ask, rows), _name(spec)))
-    pool = asked if spec.shots_path is None else map(read.ask, _rows(spec.shots_path, "quality.tasks.shots_path", spec))
+    pool = asked if spec.shots_path is None else map(read.ask, _rows(spec.shots_path, SHOTS_KEY, spec))
     limit = settings.limit if spec.limit is None else spec.limit
     generated, stop = read.kind == "generate", () if settings.chat else read.stop
     tokens = settings.max_new_tokens if spec.max_new_tokens is None else spec.max_new_tokens
@@ -146,7 +160,7 @@ def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...
         max_new_tokens=tokens if generated else None,
         shots=0 if read.kind == "perplexity" else shots,
         limit=limit,
-        digest=_digest(spec, read.scorer),
+        digest=spec_digest(spec, trusted),
     )
     for question in own.questions:
         own.examples(question)
@@ -188,19 +202,56 @@ def _name(spec: TaskSpec) -> str:
     return spec.name or Path(spec.path).stem
 
 
-def _digest(spec: TaskSpec, scorer: Scorer | None) -> str:
-    scored = "" if spec.scorer is None else scorer_text(spec.scorer)
-    read = [str(spec.kind), str(spec.prompt), str(sorted((spec.fields or {}).items())), scored]
-    files = [Path(path).expanduser().read_bytes() for path in (spec.path, spec.shots_path) if path is not None]
-    source = inspect.getsourcefile(inspect.unwrap(scorer.function)) if isinstance(scorer, Function) else None
-    return _sha(*read, *files, b"" if source is None else Path(source).read_bytes())
+def _contents(folder: Path) -> Iterator[str]:
+    """Names and digests of all files; what Python keeps beside its sources is none of them. Behind a YAML file, the
+    digests of the data that it names."""
+    for file in _files(folder):
+        yield from (str(file.relative_to(folder)), _file_digest(file))
+        if file.suffix in (".yaml", ".yml"):
+            yield from map(_file_digest, sorted(set(_data(file.resolve(), set()))))
 
 
-def _contents(folder: Path) -> Iterator[str | bytes]:
-    """Names and contents of all files; what Python keeps beside its sources is none of them."""
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and "__pycache__" not in file.parts:
-            yield from (str(file.relative_to(folder)), file.read_bytes())
+def _data(file: Path, seen: set[Path]) -> Iterator[Path]:
+    """Files of this machine that a YAML of lm-eval's names: its data, and what it includes with the data of that."""
+    seen.add(file)
+    try:
+        nodes = [yaml.compose(file.read_bytes(), yaml.SafeLoader)]  # its tags name functions: nothing is constructed
+    except yaml.YAMLError:
+        return  # lm-eval says what is wrong with it
+    for node in nodes:
+        entries = node.value if isinstance(node, yaml.MappingNode) else ()
+        inner = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in entries]
+        nodes += [one for one in inner if isinstance(one, yaml.CollectionNode) and one not in nodes]
+        for key, value in entries:
+            if key.value in ("data_files", "data_dir") or (key.value == "dataset_path" and "/" in value.value):
+                yield from (one for text in _texts(value) for one in _at(text))
+            for text in _texts(value) if key.value == "include" else ():
+                if (other := (file.parent / text).resolve()) not in seen and other.is_file():
+                    yield other
+                    yield from _data(other, seen)
+
+
+def _texts(node: yaml.Node) -> Iterator[str]:
+    """What a text, a list of texts or a mapping of either holds."""
+    if isinstance(node, yaml.ScalarNode):
+        yield node.value
+    for inner in node.value if isinstance(node, yaml.CollectionNode) else ():
+        yield from _texts(inner[1] if isinstance(inner, tuple) else inner)
+
+
+def _at(text: str) -> Iterator[Path]:
+    """The files that a path or a pattern stands for; none where it is an address elsewhere."""
+    for found in map(Path, glob.iglob(os.path.expanduser(text), recursive=True)):
+        yield from [found] if found.is_file() else _files(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def _sha(*parts: str | bytes) -> str:

@@ -436,6 +436,6 @@ def test_without_lm_eval_the_extra_is_named(
 ):
     from importlib.metadata import PackageNotFoundError
 
-    monkeypatch.setattr("decodelab.experiments.quality.evaluate.version", _raise(PackageNotFoundError("lm_eval")))
+    monkeypatch.setattr("decodelab.experiments.quality.tasks.version", _raise(PackageNotFoundError("lm_eval")))
     assert exams.evaluate(exams.tasks("asked")) == 2
     assert "quality.tasks needs lm-eval: pip install 'decodelab[quality]'" in capsys.readouterr().err

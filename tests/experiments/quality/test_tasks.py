@@ -1,7 +1,6 @@
 """Rows of files as questions, and what lm-eval is given of them: exact prompts of each kind."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from decodelab.experiments.quality.harness import FileTask
 from decodelab.experiments.quality.scorers import program_of, run_tests
 from decodelab.experiments.quality.scorers import tests_of as joined_tests
 from decodelab.experiments.quality.settings import QualitySettings, TaskSpec
-from decodelab.experiments.quality.tasks import OwnTask, build_tasks, read_task, task_digests
+from decodelab.experiments.quality.tasks import OwnTask, build_tasks, read_task, spec_digest, tasks_digest
 from decodelab.tests.enumeration import unchecked
 
 CHOICES = {"question": "Capital of France? ", "choices": ["Rome", "Paris "], "answer": 1}
@@ -498,13 +497,6 @@ def test_lm_eval_asks_and_scores_each_kind(read):
     assert found["3"]["exact_match,none"] == 1
 
 
-def test_without_lm_eval_its_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
-    monkeypatch.delitem(sys.modules, "decodelab.experiments.quality.harness")
-    with pytest.raises(UserError, match=r"needs lm-eval: pip install 'decodelab\[quality\]'"):
-        build_tasks(QualitySettings(tasks=("x",)), None, ())
-
-
 def test_a_chat_needs_a_template():
     class Bare:
         chat_template = None
@@ -519,9 +511,10 @@ def test_a_digest_is_of_files_reading_and_scorer(tmp_path, monkeypatch):
     mine, pool = write(tmp_path / "mine.jsonl", *numbered(3)), write(tmp_path / "pool.jsonl", *numbered(2))
 
     def digest(**spec) -> str:
-        specs = QualitySettings(tasks=(TaskSpec(mine, **spec),))
-        assert read_task(specs.tasks[0], specs, ("digestlab",)).digest == task_digests(specs, ("digestlab",))["mine"]
-        return task_digests(specs, ("digestlab",))["mine"]
+        found = TaskSpec(mine, **spec)
+        own = read_task(found, QualitySettings(), ("digestlab",))
+        assert own.digest == spec_digest(found, ("digestlab",))
+        return own.digest
 
     first = digest()
     assert digest(shots=1) == digest(limit=1) == digest(max_new_tokens=3) == first
@@ -534,12 +527,44 @@ def test_a_digest_is_of_files_reading_and_scorer(tmp_path, monkeypatch):
 
 def test_a_names_digest_is_of_all_that_its_folders_hold(folder):
     settings = QualitySettings(tasks=("sums",), include=(folder,))
-    first = task_digests(settings, ())
+    first = tasks_digest(settings, ())
     (Path(folder) / "__pycache__").mkdir()
     (Path(folder) / "__pycache__" / "x.pyc").write_text("x")
-    assert task_digests(settings, ()) == first
+    assert tasks_digest(settings, ()) == first
     (Path(folder) / "own.py").write_text("x = 1")
-    assert task_digests(settings, ()) != first
+    assert tasks_digest(settings, ()) != first
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "dataset_kwargs: {data_files: {test: DATA/rows.jsonl}}",
+        "dataset_kwargs: {data_files: [https://x.org/rows.jsonl, DATA/r*.jsonl]}",
+        "dataset_kwargs: {data_dir: DATA}",
+        "dataset_path: DATA",
+        "task: [{task: one, dataset_kwargs: {data_files: DATA/rows.jsonl}}]",
+        "include: ../base.yaml",
+    ],
+)
+def test_a_names_digest_is_of_the_data_outside_of_its_folders_too(tmp_path, named):
+    folder, data = tmp_path / "tasks", tmp_path / "data"
+    folder.mkdir()
+    data.mkdir()
+    base = "dataset_kwargs: {data_files: DATA/rows.jsonl}\ninclude: tasks/own.yaml\n"
+    (tmp_path / "base.yaml").write_text(base.replace("DATA", str(data)))
+    own = f"task: own\nprocess_docs: !function own.docs\nfew: &few [*few]\n{named}\n"
+    (folder / "own.yaml").write_text(own.replace("DATA", str(data)))
+    settings = QualitySettings(tasks=("own",), include=(str(folder),))
+    found = set()
+    for content in ("a", "b"):
+        (data / "rows.jsonl").write_text(content)
+        found.add(tasks_digest(settings, ()))
+    assert len(found) == 2
+
+
+def test_a_yaml_that_is_none_has_a_digest_and_lm_eval_says_what_is_wrong(tmp_path):
+    (tmp_path / "own.yaml").write_text("a: [")
+    assert len(tasks_digest(QualitySettings(tasks=("own",), include=(str(tmp_path),)), ())) == 64
 
 
 # --- real files
