@@ -259,8 +259,12 @@ def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | Non
         values = [word.partition("=")[2] for word in trial.words]
         result = trial.outcome.result or {}
         numbers = [_shown(trial, settings.objective), *(number(number_at(result, name), _PLACES) for name in bounds)]
-        out.add_row(str(place), *values, *numbers, str(_verdict(result) or "–"), _remark(trial, found))
+        out.add_row(str(place), *values, *numbers, _output(result), _remark(trial, found))
     return out
+
+
+def _output(result: Mapping[str, Any]) -> str:
+    return "replayed" if result.get("replay") else str(_verdict(result) or "–")
 
 
 def _remark(trial: Trial, found: Trial | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from decodelab.decoding import cost
 from decodelab.decoding.model.source import ModelSpec, open_source
 from decodelab.experiments import hardware, lab, run
 from decodelab.experiments.cli import main
+from decodelab.experiments.compose import Composer
 from decodelab.experiments.hardware import Peaks
+from decodelab.experiments.sweep.grid import composed, expand
+from decodelab.experiments.sweep.search import search
+from decodelab.experiments.sweep.sweep import sweep
+from decodelab.experiments.sweep.version import package_digest
+from decodelab.experiments.sweep.worker import serve
 from decodelab.tests.experiments.bench import ROWS, Bench, strict
 from decodelab.tests.experiments.schema import ADDED, REPLAY, SCHEMA, at
 
@@ -181,15 +188,38 @@ def test_a_drafter_that_copies_warns_where_there_is_nothing_to_copy(bench: Bench
     assert found["warnings"] == ["no prompt of out has documents, from which this drafter copies"]
 
 
-def test_cells_of_a_sweep(bench: Bench, private: Path, no_model: None, capsys: Any):
-    """One that needs a model is refused, and the others run; the table and a report say what they are."""
-    ids = {"id": "a", "category": "c", "prompt_ids": [1, 2, 3, 1, 2], "max_new_tokens": 6}
-    (private / "ids.jsonl").write_text(json.dumps(ids | {"baseline": {"tokens": [3, 1, 2, 3]}}))
-    words = ["replay=ids.jsonl", "threads=1"]
-    assert main(["check", *words, "-m", "drafting=prompt_lookup,lookahead"]) == 2
+@dataclass
+class Here:
+    """A worker that is no process of its own."""
+
+    group: str
+    pid: int = 0
+
+    def run(self, folder: Path, timeout: float | None, tick: Any) -> None:
+        serve(folder, lab.Warm(), package_digest())
+
+    def stop(self) -> None: ...
+
+
+def test_cells_of_a_sweep_and_trials_of_a_search(bench: Bench, private: Path, no_model: None, capsys: Any):
+    """One that needs a model is refused, and the others run; the best length of a draft is found."""
+    known = {"id": "a", "category": "c", "prompt_ids": [1, 2, 3, 4, 5, 6, 1], "max_new_tokens": 99}
+    answer = [2, 3, 4, 5, 6, 1, 2, 3, 9, 9]
+    (private / "ids.jsonl").write_text(json.dumps(known | {"baseline": {"tokens": answer}}))
+    composer = Composer()
+    words = ["replay=ids.jsonl", "threads=1", "output=cells", "drafting=prompt_lookup,lookahead,reference"]
+    cells = expand(words, composer)
+    start: Any = lambda group, *_: Here(group)  # noqa: E731
+    assert sweep("run", cells, composed(cells, composer), words, start_worker=start) == 1
     out = capsys.readouterr().out
-    assert "drafting=prompt_lookup  runs\n" in out
-    assert "drafting=lookahead      refused, because replay has answers and no model, and lookahead needs one" in out
+    assert out.count(" replayed ") == 2
+    assert "refused: drafting=lookahead – refused, because replay has answers and no model" in out
+    asked = "{space: {drafting.max_draft: {choices: [1, 3]}}, objective: strategy.tokens_per_step, trials: 2}"
+    words = ["replay=ids.jsonl", "threads=1", "output=trials", "drafting.per_match=null", f"search={asked}"]
+    assert search("run", composer.compose(words), words, composer, start_worker=start) == 0
+    out = capsys.readouterr().out
+    assert "best: strategy.tokens_per_step 3.000 with drafting.max_draft=3" in out
+    assert out.count(" replayed ") == 2
 
 
 def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private: Path, capsys: Any):
@@ -250,7 +280,7 @@ def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private:
             [{"prompt": "a", "answer": "b"}], ["drafting=merge", "drafting.budget=auto"],
             "refused, because replay has answers and no model, and merge needs one",
         ),
-        ([{"prompt": "a", "answer": "b"}], ["drafting=retrieval"], "refused, because drafting=retrieval has nothing to"),
+        ([{"prompt": "a", "answer": "b"}], ["drafting=retrieval"], "refused, because drafting=retrieval has nothing"),
         ([{"prompt": "a", "answer": "b"}], ["compare_hf=true"], "compare_hf needs a model, and replay has answers and"),
         ([{"prompt": "a", "answer": "b"}], ["batch=2"], "batch=2 needs a model, and replay has answers and none"),
         ([{"prompt": "a", "answer": "b"}], ["profile=true"], "profile needs a model, and replay has answers and none"),
