@@ -26,6 +26,7 @@ from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
 from .progress import Watch
 from .quality.against import RunQuality
+from .quality.answers import answers_key
 from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare, quality_digest
 from .replay import Recording, carry_out, open_recording, predicted, recorded, tokenizer_of
 from .result import build_result, provenance, run_key, speedup, write_replay, write_run
@@ -406,7 +407,7 @@ def _compare_apart(
 def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
     """`output`, or outputs/TIME-SLUG-KEY; made at once: a folder that cannot be written fails before the work.
 
-    An `output` that holds the unfinished run of the same key is taken again: speed is measured anew, quality goes on.
+    An `output` that holds the same run unfinished is taken again: speed is measured anew, quality goes on.
     """
     if config.output is not None and not config.output.strip():
         raise UserError("output is empty; name a folder, or null for a new one under outputs/")
@@ -416,7 +417,7 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
         folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{what.slug}-{what.key}"
     try:
         result = folder / "result.json"
-        if config.output is not None and result.exists() and not _unfinished(result, what.key):
+        if config.output is not None and result.exists() and not _goes_on(what, result):
             raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
         plain, count = folder, 1
         while config.output is None and folder.exists():  # two runs of one second
@@ -433,6 +434,18 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
     return folder
 
 
-def _unfinished(file: Path, key: str) -> bool:
+def _goes_on(what: Identity, file: Path) -> bool:
+    """The run there is unfinished, and this is the same one: what is asked of quality may have been mended meanwhile,
+    if the answers that are there are still its answers."""
     found = read_result(file)
-    return found["status"] in UNFINISHED and bool(found["key"] == key)
+    if found["status"] not in UNFINISHED:
+        return False
+    return bool(found["key"] == what.key) or (
+        found["quality"] is not None
+        and _beside_quality(found["config"], found["digests"]) == _beside_quality(what.resolved, what.digests)
+    )
+
+
+def _beside_quality(config: Mapping[str, Any], digests: Mapping[str, Any]) -> tuple[str, str]:
+    speed = {key: value for key, value in config.items() if key not in ("quality", "tasks")}
+    return run_key(speed, {**digests, "quality": None}), answers_key(config, digests)

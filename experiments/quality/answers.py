@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...decoding.errors import UserError
+from ..result import run_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,25 @@ class Answer:
     cut: int = 0
 
 
+# Of a configuration: what answers no request otherwise, or stands in the request itself.
+_NOT_ASKED = ("task", "tasks", "timing", "profile", "compare_hf", "replay", "threads", "trusted", "quality")
+_IN_REQUESTS = (
+    "tasks", "include", "limit", "shots", "chat", "template", "system", "repeats", "epsilon", "allow",
+)  # fmt: skip
+
+
+def answers_key(config: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
+    """Of what answers depend on beside their requests: weights, drafter, law, seed, dtype, device, batch; not of the
+    scorer, so that one that was mended scores what is there."""
+    quality = {key: value for key, value in (config.get("quality") or {}).items() if key not in _IN_REQUESTS}
+    made = {key: value for key, value in config.items() if key not in _NOT_ASKED}
+    return run_key(made | {"quality": quality}, {name: digests.get(name) for name in ("weights", "draft")})
+
+
 class Answers:
-    """Answers by request, for one `key`, which is a run's and so holds the digest of its weights: an answer of other
-    weights is never served (lm-eval#4063). With a `path` each is appended to a file, and those there are known."""
+    """Answers by request, for one `key`, which is `answers_key`'s and so holds the digest of the weights: an answer of
+    other weights is never served (lm-eval#4063). With a `path` each is appended to a file, and those there are known.
+    """
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self._key = key

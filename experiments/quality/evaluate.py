@@ -27,7 +27,7 @@ from ..lab import Lab, Progress
 from ..statistics import Interval, mean_interval, ratio_interval, share_interval
 from ..tasks import read_template
 from .against import RunQuality, compare_and_write, read_quality, refuse
-from .answers import Answer, Answers
+from .answers import Answer, Answers, answers_key
 from .tasks import backend, build_tasks, tasks_digest
 
 if TYPE_CHECKING:  # a second that commands without quality do not pay
@@ -153,8 +153,8 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
     """What result.json holds under `quality`. `mine`: the run, without what is found here.
 
     Writes quality.jsonl, a line an item and repeat, and flips.jsonl beside a reference. Answers are kept as they come:
-    a run of the same key in the same folder asks for those that are missing. An interrupt ends the asking; what was
-    answered is scored. `failed`: by task, the UserError that ended it; the other tasks go on.
+    a run in the same folder that would be answered alike asks for those that are missing. An interrupt ends the asking;
+    what was answered is scored. `failed`: by task, the UserError that ended it; the other tasks go on.
     """
     from .lm import DecodelabLM
 
@@ -169,7 +169,7 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
         with redirect_stderr(shown):
             progress(what, done, total)
 
-    with Answers(mine.folder / ANSWERS, mine.key) as answers:
+    with Answers(mine.folder / ANSWERS, answers_key(mine.config, mine.digests)) as answers:
         lm = DecodelabLM(
             lab,
             seed=config.seed,

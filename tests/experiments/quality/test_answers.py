@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from decodelab.decoding.errors import UserError
-from decodelab.experiments.quality.answers import Answer, Answers, request_digest
+from decodelab.experiments.quality.answers import Answer, Answers, answers_key, request_digest
 
 TEXT = Answer("12", 3, "12\n", truncated=False)
 LIKELIHOOD = Answer((-1.5, True), 2, cut=4)
@@ -27,6 +27,33 @@ def test_a_run_of_other_weights_is_served_nothing(tmp_path: Path):
         first.add("a", TEXT)
     with Answers(tmp_path / "answers.jsonl", "another") as second:
         assert second.get("a") is None
+
+
+CONFIG = {
+    "seed": 0, "dtype": "float32", "batch": 1, "drafting": {"max_draft": 4}, "task": {"limit": 3}, "against": None,
+    "quality": {"tasks": [{"path": "a", "scorer": "f1"}], "epsilon": 0.1, "batch": None, "thinking": None},
+}  # fmt: skip
+DIGESTS = {"weights": "w", "draft": None, "task": "t", "quality": "q"}
+
+
+@pytest.mark.parametrize(
+    ("same", "config", "digests"),
+    [
+        (True, {"quality": {**CONFIG["quality"], "tasks": [{"path": "a", "scorer": "number"}]}}, {"quality": "r"}),
+        (True, {"quality": {**CONFIG["quality"], "epsilon": 0.2, "allow": ["batch"]}, "against": "ref"}, {}),
+        (True, {"task": {"limit": 4}}, {"task": "u"}),
+        (False, {"quality": {**CONFIG["quality"], "thinking": ["<t>", "</t>"]}}, {}),
+        (False, {"quality": {**CONFIG["quality"], "batch": 2}}, {}),
+        (False, {"seed": 1}, {}),
+        (False, {"dtype": "bfloat16"}, {}),
+        (False, {"drafting": {"max_draft": 5}}, {}),
+        (False, {"unheard": "of"}, {}),
+        (False, {}, {"weights": "v"}),
+        (False, {}, {"draft": "d"}),
+    ],
+)
+def test_answers_belong_to_what_they_depend_on(same, config, digests):
+    assert (answers_key({**CONFIG, **config}, {**DIGESTS, **digests}) == answers_key(CONFIG, DIGESTS)) == same
 
 
 def test_a_line_that_a_kill_tore_is_asked_again(tmp_path: Path):

@@ -1,7 +1,9 @@
 """Quality from the command line to the files: scores, intervals, resumption, refusals."""
 
+import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
@@ -55,7 +57,8 @@ class Exams:
         common = [f"model.path={self.bench.checkpoint}", "device=cpu", "threads=1", "dtype=float32"]
         given = {word.partition("=")[0] for word in words}
         tokens = ["quality.max_new_tokens=12"] if "quality.max_new_tokens" not in given else []
-        return main([job, *common, f"output={self.bench.root / output}", *tokens, *words])
+        folder = output if output == "null" else self.bench.root / output
+        return main([job, *common, f"output={folder}", *tokens, *words])
 
     def tasks(self, *names: str) -> str:
         return f"tasks=[{','.join(str(self.files[name]) for name in names)}]"
@@ -284,6 +287,27 @@ def test_a_scorer_that_fails_costs_neither_the_speed_nor_the_other_tasks_nor_the
     assert {row["task"] for row in exams.rows()} == {"choices"}
     assert (exams.bench.root / "out" / "samples.jsonl").read_text().count("\n") == 1
     assert len(counted) == 6
+
+    scorer.write_text(SCORER.replace("raise KeyError('nothing')", "return 0.5"))
+    monkeypatch.delitem(sys.modules, "brittle")
+    importlib.invalidate_caches()
+    for other in ("seed=7", "timing=paired"):  # other answers, or another speed
+        assert exams.evaluate(*words, other, job="run") == 2
+        assert "already holds a result" in capsys.readouterr().err
+    counted.clear()
+    assert exams.evaluate(*words, job="run") == 0
+    assert not counted
+    assert [row["scores"]["of"] for row in exams.rows() if row["task"] == "asked"] == [1, 1, 1, 0.5, 1, 1]
+    assert not (exams.bench.root / "out" / "quality-responses.jsonl").exists()
+
+
+def test_how_to_go_on_is_said_with_the_folder_that_was_made(exams: Exams, capsys: pytest.CaptureFixture[str]):
+    with pytest.MonkeyPatch.context() as patched:
+        interrupting(patched, after=2)
+        assert exams.evaluate(exams.tasks("asked"), output="null") == 130
+    (again,) = re.findall(r"the same command with output=(\S+) asks", capsys.readouterr().err)
+    assert exams.evaluate(exams.tasks("asked"), output=again) == 0
+    assert len(exams.rows(again)) == 6
 
 
 def test_a_bug_under_quality_does_not_take_the_speed_with_it(exams: Exams, monkeypatch: pytest.MonkeyPatch):
