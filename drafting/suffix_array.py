@@ -65,14 +65,14 @@ class SuffixArray:
         only those are looked at."""
         token_at = self._token_behind(depth)
         found = []
-        at = low + least - 1
-        while at < high:
+        for at in range(low + least - 1, high, least):
+            if at < low:  # of a token that is known
+                continue
             token = token_at(at)
             begin = bisect_left(range(at), token, low, key=token_at)
             low = self._end(token, at, high, token_at)
             if token != BORDER and low - begin >= least:
                 found.append((token, begin, low))
-            at += least * -((at - low) // least)
         return found
 
     def narrow(self, low: int, high: int, depth: int, token: int) -> tuple[int, int]:
