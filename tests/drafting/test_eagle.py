@@ -224,9 +224,10 @@ def by_definition(b: Bench, i: int, nodes: int, depth: int, topk: int) -> list[t
 
 @pytest.mark.parametrize(("fused", "known", "extra"), KINDS)
 def test_the_likeliest_nodes_are_drafted(fused, known, extra):
-    """A node of the tree foretells what it would at the end of its path alone (sglang#15360), two texts at once."""
+    """A node of the tree foretells what it would at the end of its path alone (sglang#15360). Two texts at once, which
+    were started apart."""
     b = bench(fused, Eagle(nodes=12, depth=4, topk=3), known, extra)
-    states = b.opened()
+    states = [b.opened()[0], b.opened()[1]]
     for i in (0, 1):
         b.drafter.observe(states[i : i + 1], [b.news(i, 0, len(b.texts[i]) - 1, prefill=True)])
     drafts = b.drafter.propose(states, [Room(9, 12), Room(3, 7)], [QUIET] * 2)
