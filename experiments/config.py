@@ -15,7 +15,7 @@ from .tracking import Tracking, Untracked
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 Timing = Literal["paired", "anchored", "untimed"]
-Rerun = Literal["failed", "stale", "all"]
+Rerun = Literal["stale", "all"]
 
 
 @dataclass(frozen=True, slots=True)

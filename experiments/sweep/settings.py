@@ -23,12 +23,12 @@ class CellSettings:
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
-    """What holds for a sweep as a whole. `output`: its folder; `rerun`: null and failed run the cells that are not
-    done, stale those of another version of the code too, all every cell; `budget_hours`: no cell starts that would not
-    be done by then."""
+    """What holds for a sweep as a whole. `output`: its folder; `rerun`: null runs the cells that are not done, stale
+    those of another version of the code too, all every cell; `budget_hours`: no cell starts that would not be done by
+    then, and one that runs is not stopped."""
 
     output: str | None = None
-    rerun: Literal["failed", "stale", "all"] | None = None
+    rerun: Literal["stale", "all"] | None = None
     stop_after_failures: int | None = None
     budget_hours: float | None = None
 

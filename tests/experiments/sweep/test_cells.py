@@ -1,12 +1,14 @@
 """A cell's folder, read: what its files say of it, whatever became of the process that wrote them."""
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from decodelab.experiments.sweep.cells import Job, State, last_line, read, scan, write
+from decodelab.experiments.sweep.cells import Job, State, Status, last_line, read, scan, write
+from decodelab.tests.checkout import ROOT
 
 ASKED = Job("abc", "seed=1", "run", ("seed=1",), ("/conf",), 2, "group", "sweep")
 
@@ -84,3 +86,12 @@ def test_the_last_line_of_a_log(tmp_path: Path):
     assert last_line(tmp_path) == "loading äß 1/2"
     (tmp_path / "log.txt").write_bytes(b"\n")
     assert last_line(tmp_path) == ""
+
+
+def test_the_readme_knows_every_status():
+    section = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("| status | the cell |")[2].partition("\n\n")[0]
+    )
+    assert re.findall(r"^  \| `([a-z_ ]+)` \|", section, re.MULTILINE) == [
+        s for s in get_args(Status) if s != "running"
+    ]

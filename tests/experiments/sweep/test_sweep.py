@@ -213,8 +213,6 @@ def test_another_version_of_the_code_is_stale(
     told = capsys.readouterr().out
     assert re.search(r"^ *1 +done\*", told, re.MULTILINE)
     assert "* done by another version of the code; rerun=stale runs it again" in told
-    assert stage.sweep("seed=0,1", "rerun=failed") == 0
-    assert stage.ran == []
     assert stage.sweep("seed=0,1", "rerun=stale") == 0
     assert stage.ran == ["seed=1"]
     assert stage.sweep("seed=0,1", "rerun=all") == 0
@@ -428,6 +426,7 @@ def test_the_same_command_finds_its_folder():
     ("words", "line"),
     [
         (["stop_after_failures=0"], "stop_after_failures=0: at least 1, or null for any number"),
+        (["rerun=failed"], "rerun must be stale, all or null, got 'failed'"),
         (["budget_hours=0"], "budget_hours=0.0: hours above 0, or null for no limit"),
         (['output=" "'], "output is empty; name a folder, or null for one under outputs/"),
     ],
