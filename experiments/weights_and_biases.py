@@ -1,12 +1,14 @@
 """tracking=wandb: a run's files mirrored as a run of Weights & Biases, while it goes on and when it is over.
 
-One run a cell and sweep: its id is the run's key, with the sweep's id in a sweep and a number behind it where that id
-is taken, so that nothing is ever appended to an earlier run. Nothing that goes wrong here ends the run.
+One run a cell and sweep: its id is the run's key and the sweep's id, with a number behind it where that is taken. A run by
+itself has the key and random digits: others of its key may lie in folders that are not known here, and are uploaded to
+the same project. So nothing is ever appended to an earlier run. Nothing that goes wrong here ends the run.
 """
 
 import importlib.util
 import os
 import re
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -237,10 +239,9 @@ class Mirror:
         )
 
     def _free_ids(self) -> Iterator[str]:
-        """The key, with the sweep's id in a sweep; then the same with -2, -3, …: ids that no run here has had."""
-        wanted = self.info.key
-        if self.info.sweep is not None:
-            wanted += "-" + re.sub(r"[^A-Za-z0-9_.-]", "-", self.info.sweep)[-40:]
+        """The key with the sweep's id or random digits; then the same with -2, -3, …: ids that no run here has had."""
+        sweep = secrets.token_hex(4) if self.info.sweep is None else self.info.sweep
+        wanted = f"{self.info.key}-{re.sub(r'[^A-Za-z0-9_.-]', '-', sweep)[-40:]}"
         everywhere, there = (self.root, "") if self.settings.dir else (self.root.parent, "*/")  # of runs beside it too
         for number in count(1):
             run_id = wanted if number == 1 else f"{wanted}-{number}"

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import os
+import re
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,8 @@ def test_a_run_is_mirrored(bench: Any, home: Path, capsys: pytest.CaptureFixture
 
     (folder,) = runs(bench.folder)
     found, result = read(folder), bench.result
-    assert (found.run.run_id, found.run.project) == (result["key"], "decodelab")
+    assert re.fullmatch(rf"{result['key']}-[0-9a-f]{{8}}", found.run.run_id)
+    assert found.run.project == "decodelab"
     assert (found.run.run_group, found.run.job_type) == ("", "speed")
     assert found.run.display_name == "tiny: prompt_lookup, greedy, task"
     assert list(found.run.tags) == ["a", "b"]
@@ -160,7 +162,7 @@ def test_a_run_is_mirrored(bench: Any, home: Path, capsys: pytest.CaptureFixture
         "strategy": samples[0]["strategy"]["text"],
         "divergence": None,
     }
-    files = found.artifacts[f"{result['key']}-files"]
+    files = found.artifacts[f"{found.run.run_id}-files"]
     assert files == {name: str(bench.folder / name) for name in ("events.jsonl", "samples.jsonl")}
 
 
@@ -253,17 +255,28 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def test_an_id_is_used_once(fake: Fake, tmp_path: Path):
     """Not that of an offline run here or in a folder beside it, and not one that the server knows."""
-    for folder in ("b/wandb/offline-run-20260102_030405-c0ffee", "a/wandb/run-20260102_030405-c0ffee-2"):
+    for folder in ("b/wandb/offline-run-20260102_030405-c0ffee-s", "a/wandb/run-20260102_030405-c0ffee-s-2"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "a/wandb/run-20260102_030405-x-c0ffee-3").mkdir()  # another id
-    with WeightsAndBiases(mode="offline").open(info(tmp_path / "b")):
+    (tmp_path / "a/wandb/run-20260102_030405-x-c0ffee-s-3").mkdir()  # another id
+    cell = info(tmp_path / "b", sweep="s")
+    with WeightsAndBiases(mode="offline").open(cell):
         pass
-    fake.taken = ("c0ffee", "c0ffee-2", "c0ffee-3", "c0ffee-4")
-    with WeightsAndBiases(mode="online", dir=str(tmp_path / "c")).open(info(tmp_path / "b")) as tracker:
+    fake.taken = ("c0ffee-s", "c0ffee-s-2", "c0ffee-s-3", "c0ffee-s-4")
+    with WeightsAndBiases(mode="online", dir=str(tmp_path / "c")).open(cell) as tracker:
         pass
-    assert fake.inits[0] == ("c0ffee-3", "offline")
-    assert fake.inits[1:] == [(f"c0ffee{suffix}", "online") for suffix in ("", "-2", "-3", "-4", "-5")]
+    assert fake.inits[0] == ("c0ffee-s-3", "offline")
+    assert fake.inits[1:] == [(f"c0ffee-s{suffix}", "online") for suffix in ("", "-2", "-3", "-4", "-5")]
     assert list(tracker.warnings) == []
+
+
+def test_runs_by_themselves_never_share_an_id(fake: Fake, tmp_path: Path):
+    """Neither folder knows of the other, and both are uploaded to one project later."""
+    for folder in ("a/run", "b/run"):
+        with WeightsAndBiases(mode="offline").open(info(tmp_path / folder)):
+            pass
+    first, second = (run_id for run_id, _ in fake.inits)
+    assert first != second
+    assert all(re.fullmatch(r"c0ffee-[0-9a-f]{8}", run_id) for run_id in (first, second))
 
 
 def test_a_server_that_is_out_of_reach_leaves_an_offline_run(fake: Fake, tmp_path: Path, capsys: Any):
@@ -274,7 +287,8 @@ def test_a_server_that_is_out_of_reach_leaves_an_offline_run(fake: Fake, tmp_pat
     line = "wandb did not start online (no such host): the run is recorded offline"
     assert list(tracker.warnings) == [line]
     assert capsys.readouterr().err == f"decodelab: warning: {line}\n"
-    assert fake.inits == [("c0ffee", "online"), ("c0ffee", "offline")]
+    (online, first), (offline, second) = fake.inits
+    assert (first, second, offline) == ("online", "offline", online)
     assert fake.logged[0] == {"prompt": 1}
     assert fake.finished == [0]
 
