@@ -18,6 +18,7 @@ from .composition import Composition, Exactness, draft_models, resolve, resolve_
 from .config import RunConfig
 from .format import size
 from .hardware import describe_device
+from .quality.evaluate import check_quality
 from .replay import Recording, open_recording
 from .sweep.grid import Cell
 from .tasks import FORMATS, Task, TaskSettings, load_task, read_rows
@@ -75,6 +76,8 @@ def check(config: RunConfig) -> int:
         rows["drafting"] = _drafter(config.drafting)
         rows["acceptance"] = _rule(config.acceptance)
         rows["task"] = _prompts(task, config.task)
+        if config.quality.tasks:
+            rows["quality"] = ", ".join(t if isinstance(t, str) else t.title for t in config.quality.tasks)
         rows["output"] = _EXPECTED[composition.exactness]
         to_fetch += [] if task else [f"{config.task.dataset} (by the datasets library, unless it has it)"]
     rows["to fetch"] = "; ".join(to_fetch) or "nothing"
@@ -128,6 +131,7 @@ def _look(
     target, *drafts = [opened(spec) for spec in (config.model, *draft_models(config.drafting))]
     absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
     task = loaded(config.task)
+    check_quality(config, target if isinstance(target, Source) else None)
     known = None if absent or isinstance(target, NotHere) else target
     return _Look(target, absent, task, resolve(config, known, task))
 

@@ -28,7 +28,8 @@ from ..statistics import Interval, mean_interval, ratio_interval, share_interval
 from ..tasks import read_template
 from .against import RunQuality, compare_and_write, read_quality, refuse
 from .answers import Answer, Answers, answers_key
-from .tasks import backend, build_tasks, tasks_digest
+from .settings import TaskSpec
+from .tasks import backend, build_tasks, read_task, tasks_digest
 
 if TYPE_CHECKING:  # a second that commands without quality do not pay
     from lm_eval.api.task import Task
@@ -71,18 +72,11 @@ def quality_digest(config: RunConfig) -> str | None:
 def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, Any]) -> Exam | None:
     """Builds the tasks, before any weight is loaded; what cannot work, or cannot be compared as asked, is refused."""
     settings = config.quality
+    template, reference = _beside_tasks(config)
     if not settings.tasks:
-        if config.against is not None:
-            raise UserError(f"against={config.against} compares quality: name quality.tasks")
         return None
     from .lm import limits
 
-    if settings.repeats > 1 and not config.acceptance.law().sample:
-        raise UserError(
-            f"quality.repeats={settings.repeats} would draw one answer {settings.repeats} times; acceptance=sampling"
-        )
-    template = read_template(settings.template, "quality.template")
-    reference = None if config.against is None else read_quality(Path(config.against).expanduser())
     tasks = build_tasks(settings, source.tokenizer, config.trusted)
     context = ModelConfig.from_hf(source.config).max_positions
     if settings.max_length is not None and settings.max_length > context:
@@ -137,6 +131,38 @@ def _task_digest(task: "Task") -> str:
     for doc in task.eval_docs:
         digest.update(json.dumps(doc, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def check_quality(config: RunConfig, source: Source | None) -> None:
+    """Refuses what `prepare` does, as far as it is known without a fetch. `source`: None for a model that is not here;
+    what the data of lm-eval's own tasks are like is known once they are loaded."""
+    _beside_tasks(config)
+    if not config.quality.tasks:
+        return
+    backend()
+    if names := [task for task in config.quality.tasks if isinstance(task, str)]:
+        from .harness import manager
+
+        manager(names, config.quality)
+    if source is not None and not names:
+        prepare(config, source, "", config.resolved)
+        return
+    for task in config.quality.tasks:
+        if isinstance(task, TaskSpec):
+            read_task(task, config.quality, config.trusted)
+
+
+def _beside_tasks(config: RunConfig) -> tuple[str | None, RunQuality | None]:
+    """The chat template and the run that is compared with."""
+    settings = config.quality
+    if config.against is not None and not settings.tasks:
+        raise UserError(f"against={config.against} compares quality: name quality.tasks")
+    if settings.repeats > 1 and not config.acceptance.law().sample:
+        raise UserError(
+            f"quality.repeats={settings.repeats} would draw one answer {settings.repeats} times; acceptance=sampling"
+        )
+    template = read_template(settings.template, "quality.template")
+    return template, None if config.against is None else read_quality(Path(config.against).expanduser())
 
 
 def main_metric(task: "Task") -> str:

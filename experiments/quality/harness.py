@@ -132,22 +132,29 @@ def named_tasks(names: Sequence[str], settings: QualitySettings) -> dict[str, di
     """lm-eval's tasks under each name, which may be a group or a tag of several."""
     if not names:
         return {}
+    found = manager(names, settings)
+    return {name: _named(name, found, settings) for name in names}
+
+
+def manager(names: Sequence[str], settings: QualitySettings) -> TaskManager:
+    """Knows all of the names; loads nothing."""
     folders = [str(Path(folder).expanduser()) for folder in settings.include]
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"quality.include={folder!r} is no folder; it is to hold YAML files of lm-eval's tasks")
-    manager = TaskManager(include_path=folders or None, include_defaults=False)
-    if any(name not in manager.all_tasks for name in names):
-        manager = TaskManager(include_path=folders or None)
-    return {name: _named(name, manager, settings) for name in names}
+    found = TaskManager(include_path=folders or None, include_defaults=False)
+    if any(name not in found.all_tasks for name in names):
+        found = TaskManager(include_path=folders or None)
+    for name in names:
+        if name not in found.all_tasks:
+            near = did_you_mean(name, found.all_tasks)
+            raise UserError(f"quality.tasks={name!r}: no such task; {near}a file is {{path: FILE.jsonl}}")
+    return found
 
 
-def _named(name: str, manager: TaskManager, settings: QualitySettings) -> dict[str, Task]:
-    if name not in manager.all_tasks:
-        near = did_you_mean(name, manager.all_tasks)
-        raise UserError(f"quality.tasks={name!r}: no such task; {near}a file is {{path: FILE.jsonl}}")
+def _named(name: str, known: TaskManager, settings: QualitySettings) -> dict[str, Task]:
     try:
-        found: dict[str, Task] = manager.load([name])["tasks"]
+        found: dict[str, Task] = known.load([name])["tasks"]
     except (OSError, ValueError, RuntimeError, LookupError, datasets.exceptions.DatasetsError) as error:
         told = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"quality.tasks={name!r} cannot be loaded: {type(error).__name__}: {told}") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ...decoding.errors import UserError
@@ -35,6 +36,10 @@ class TaskSpec:
     stop: tuple[str, ...] | None = None
     max_new_tokens: int | None = None
     limit: int | None = None
+
+    @property
+    def title(self) -> str:
+        return self.name or Path(self.path).stem
 
     def __post_init__(self) -> None:
         for name in ("path", "name", "shots_path", "prompt"):

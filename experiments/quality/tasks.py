@@ -142,13 +142,13 @@ def read_task(spec: TaskSpec, settings: QualitySettings, trusted: tuple[str, ...
     shots = settings.shots if spec.shots is None else spec.shots
     rows = _rows(spec.path, KEY, spec)
     read = reading(rows, spec, shots, trusted)
-    asked = list(_identified(map(read.ask, rows), _name(spec)))
+    asked = list(_identified(map(read.ask, rows), spec.title))
     pool = asked if spec.shots_path is None else map(read.ask, _rows(spec.shots_path, SHOTS_KEY, spec))
     limit = settings.limit if spec.limit is None else spec.limit
     generated, stop = read.kind == "generate", () if settings.chat else read.stop
     tokens = settings.max_new_tokens if spec.max_new_tokens is None else spec.max_new_tokens
     own = OwnTask(
-        name=_name(spec),
+        name=spec.title,
         kind=read.kind,
         questions=tuple(asked[:limit]),
         pool=tuple(pool),
@@ -196,10 +196,6 @@ def _identified(questions: Iterable[Question], name: str) -> Iterator[Question]:
             found = f"{plain}#{count}"
         seen.add(found)
         yield replace(question, id=found)
-
-
-def _name(spec: TaskSpec) -> str:
-    return spec.name or Path(spec.path).stem
 
 
 def _contents(folder: Path) -> Iterator[str]:

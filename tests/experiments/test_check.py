@@ -1,8 +1,10 @@
 """`decodelab check`: what a configuration would do."""
 
+import json
 from pathlib import Path
 
 import pytest
+from lm_eval.tasks import TaskManager
 
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.experiments.cli import main
@@ -170,3 +172,54 @@ def test_a_sweep_is_a_line_a_cell(target, tmp_path, capsys):
     assert told[4].startswith("refused, because ")
     assert warning == "warning: no prompt of the task task has documents, from which this drafter copies"
     assert count == "5 cells, 2 refused"
+
+
+# --- quality
+
+
+def asked(tmp_path: Path, **more) -> str:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"question": "1 + 1?", "answer": "2"} | more) + "\n")
+    return f"quality.tasks=[{file}]"
+
+
+def test_quality_is_looked_at(target, tmp_path, capsys):
+    assert main([*BASE, f"model.path={target}", asked(tmp_path), "quality.max_new_tokens=12"]) == 0
+    assert rows(capsys.readouterr().out)["quality"] == "asked"
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tasks=[missing.jsonl]"], "quality.tasks.path='missing.jsonl' does not exist"),
+        (["quality.repeats=2"], "quality.repeats=2 would draw one answer 2 times; acceptance=sampling"),
+        (["quality.template=nowhere.jinja"], "quality.template='nowhere.jinja' does not exist"),
+        (["against=nowhere"], "nowhere holds no result.json"),
+        (["quality.shots=1"], "asked.jsonl:1: shots=1, and there are 0 other rows to take; lower it"),
+        (["quality.tasks=[]", "against=nowhere"], "against=nowhere compares quality: name quality.tasks"),
+    ],
+)
+def test_quality_that_evaluate_refuses_is_refused(words, message, here, target, tmp_path, capsys):
+    model = f"model.path={target}" if here else "model=smollm2-135m"
+    given = [] if "tasks=[" in words[0] else [asked(tmp_path)]
+    assert main([*BASE, model, *given, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_of_a_model_that_is_here_the_context_is_known(target, tmp_path, capsys):
+    assert main([*BASE, f"model.path={target}", asked(tmp_path)]) == 2
+    assert "asked: an answer of 256 tokens and its prompt do not fit the context of 128" in capsys.readouterr().err
+
+
+def test_a_task_of_lm_evals_is_known_by_its_name_and_not_loaded(target, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own.yaml").write_text("task: own\ndataset_path: nowhere/nothing\noutput_type: generate_until\n")
+    words = [*BASE, f"model.path={target}", f"quality.include=[{tmp_path}]"]
+    assert main([*words, "tasks=[own]"]) == 0
+    assert rows(capsys.readouterr().out)["quality"] == "own"
+    manager = "decodelab.experiments.quality.harness.TaskManager"  # without the hundreds that lm-eval brings along
+    monkeypatch.setattr(
+        manager, lambda include_path, **_: TaskManager(include_path=include_path, include_defaults=False)
+    )
+    assert main([*words, "tasks=[owm]"]) == 2
+    assert "quality.tasks='owm': no such task; did you mean own?" in capsys.readouterr().err
