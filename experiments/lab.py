@@ -16,7 +16,7 @@ from ..decoding.errors import UserError
 from ..decoding.events import Generation
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
-from ..decoding.model.source import Source, open_source
+from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.model.storage import file_digest
 from ..decoding.request import Request, request
 from ..drafting.none import Nothing
@@ -142,9 +142,9 @@ def build_lab(
     return Lab(source, target, drafter, acceptance, tuple(notes))
 
 
-def draft_digest(drafting: DrafterSettings) -> str | None:
+def draft_digest(drafting: DrafterSettings, opened: Callable[[ModelSpec], Source] = open_source) -> str | None:
     """Of the weights of the models that draft, and of the files that its settings name; None without either."""
-    models = [open_source(spec).digest for spec in draft_models(drafting)]
+    models = [opened(spec).digest for spec in draft_models(drafting)]
     return ",".join([*models, *(_content(file) for file in files_of(drafting))]) or None
 
 

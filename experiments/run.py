@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from ..decoding import cost
 from ..decoding.draft import Resources
 from ..decoding.errors import UserError
-from ..decoding.model.source import Source, open_source
+from ..decoding.model.source import ModelSpec, Source, open_source
 from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
@@ -57,19 +58,27 @@ class Identity:
     recording: Recording | None = None
 
 
-def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool = True) -> Identity:
-    """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part."""
+def identify(
+    config: RunConfig,
+    progress: Progress | None = None,
+    *,
+    speed: bool = True,
+    opened: Callable[[ModelSpec], Source] | None = None,
+) -> Identity:
+    """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part.
+    `opened`: of many cells, what opens a model once for all."""
+    opened = opened or partial(open_source, progress=progress)
     if config.replay is not None:
-        return _identify_replay(config, config.replay, progress, speed)
+        return _identify_replay(config, config.replay, opened, speed)
     if not speed and not config.quality.tasks:
         raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task) if speed else None
-    source = open_source(config.model, progress)
+    source = opened(config.model)
     digests = {
         "weights": source.digest,
-        "draft": draft_digest(config.drafting),
+        "draft": draft_digest(config.drafting, opened),
         "task": None if task is None else task.digest,
         "quality": quality_digest(config),
         "replay": None,
@@ -85,15 +94,17 @@ def identify(config: RunConfig, progress: Progress | None = None, *, speed: bool
     return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
 
 
-def _identify_replay(config: RunConfig, replay: str, progress: Progress | None, speed: bool) -> Identity:
+def _identify_replay(
+    config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool
+) -> Identity:
     if not speed:
         raise UserError("evaluate needs a model, and replay has answers and none: leave replay out")
     recording = open_recording(replay, config.task)
-    source = open_source(config.model, progress) if recording.task else None
+    source = opened(config.model) if recording.task else None
     known = recording.run.get("digests", {})
     digests = {
         "weights": source.digest if source else known.get("weights"),
-        "draft": draft_digest(config.drafting),
+        "draft": draft_digest(config.drafting, opened),
         "task": recording.task.digest if recording.task else known.get("task", recording.digest),
         "quality": None,
         "replay": recording.digest,

@@ -1,8 +1,8 @@
 """tracking=wandb: a run's files mirrored as a run of Weights & Biases, while it goes on and when it is over.
 
-One run a cell and sweep: its id is the run's key and the sweep's id, with a number behind it where that is taken. A run by
-itself has the key and random digits: others of its key may lie in folders that are not known here, and are uploaded to
-the same project. So nothing is ever appended to an earlier run. Nothing that goes wrong here ends the run.
+One run a cell and sweep: its id is the run's key and the sweep's id, with a number behind it where that is taken. A run
+of no sweep has the key and random digits: others of its key may lie in folders that are not known here, and go to the
+same project. So nothing is ever appended to an earlier run. Nothing that goes wrong here ends the run.
 """
 
 import importlib.util

@@ -31,6 +31,7 @@ from .show import Display, duration, line, reasons, table
 from .version import code_digest, package_digest
 
 if TYPE_CHECKING:  # torch, which planning imports
+    from ...decoding.model.source import ModelSpec, Source
     from ..config import RunConfig
     from ..quality.settings import QualitySettings
     from .guess import Work
@@ -130,6 +131,7 @@ class Sweep:
         self._waiting: dict[str, Planned] = {}
         self._done: dict[str, Found] = {}  # of those that are expected; decided once
         self._total = 0
+        self._sources: dict[ModelSpec, Source] = {}
         self._guesses: dict[Work, float | None] = {}
         self._locks: dict[str, Lock] = {}
         self._worker: CellWorker | None = None
@@ -252,7 +254,7 @@ class Sweep:
         config = self._composer.compose(cell.overrides)
         config.tracking.check()
         with torch_threads(config.threads):
-            what = identify(config, self._display.step, speed=self.job == "run")
+            what = identify(config, speed=self.job == "run", opened=self._opened)
         resolve(config, what.source, what.task).notes()
         group = json.dumps([what.digests["weights"], *(what.resolved.get(name) for name in _SHARED)], sort_keys=True)
         return Planned(
@@ -270,6 +272,14 @@ class Sweep:
             quality=config.quality,
             work=Work.of(config, what),
         )
+
+    def _opened(self, spec: "ModelSpec") -> "Source":
+        """Once for all cells: its tokenizer and headers take up to a second to read."""
+        from ...decoding.model.source import open_source
+
+        if spec not in self._sources:
+            self._sources[spec] = open_source(spec, self._display.step)
+        return self._sources[spec]
 
     def _asked(self, cell: Cell, key: str, group: str = "", threads: int | None = None) -> Job:
         folders = tuple(str(folder) for folder in self.config_dirs)

@@ -89,9 +89,6 @@ def test_the_last_line_of_a_log(tmp_path: Path):
 
 
 def test_the_readme_knows_every_status():
-    section = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("| status | the cell |")[2].partition("\n\n")[0]
-    )
-    assert re.findall(r"^  \| `([a-z_ ]+)` \|", section, re.MULTILINE) == [
-        s for s in get_args(Status) if s != "running"
-    ]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| status | the cell |")[2].partition("\n\n")[0]
+    told = re.findall(r"^  \| `([a-z_ ]+)` \|", table, re.MULTILINE)
+    assert told == [status for status in get_args(Status) if status != "running"]

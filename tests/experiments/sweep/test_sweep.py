@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from decodelab.decoding.errors import UserError
+from decodelab.decoding.model import source
 from decodelab.experiments import hardware
 from decodelab.experiments.compose import Composer
 from decodelab.experiments.hardware import Peaks
@@ -364,6 +365,13 @@ def test_the_time_left_comes_from_cells_that_are_done(stage: Stage, capsys: pyte
     (stage.cell("seed=1") / "result.json").unlink()
     stage.sweep("seed=0,1,2")
     assert "2 done, 1 to run; about 5 min left" in capsys.readouterr().err
+
+
+def test_a_model_is_opened_once_for_all_cells(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    honest, opened = source.open_source, []
+    monkeypatch.setattr(source, "open_source", lambda spec, *more: opened.append(spec) or honest(spec, *more))
+    assert stage.sweep("seed=0,1,2", "task.max_new_tokens=2,4") == 0
+    assert len(opened) == 1
 
 
 def test_evaluate_needs_tasks(stage: Stage, capsys: pytest.CaptureFixture[str]):
