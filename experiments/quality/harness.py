@@ -24,8 +24,8 @@ Chat = Callable[..., str]
 class FileTask(ConfigurableTask):
     """`own` as lm-eval asks it. Documents hold `number`, `id`, `category` and the `row` as JSON.
 
-    Plain: the system prompt, the solved examples and the context, blank lines between. Chat: a conversation of the
-    system prompt, the examples' messages and replies and the message, through the model's template.
+    Plain: the system prompt, the heading, the solved examples and the context, blank lines between. Chat: the system
+    prompt with the heading, the examples' messages and replies and the message, through the model's template.
     """
 
     def __init__(self, own: OwnTask) -> None:
@@ -76,13 +76,11 @@ class FileTask(ConfigurableTask):
         """What stands before the continuations; a list where each choice has its own."""
         question = self.own.question(doc)
         examples = self.own.examples(question)
+        system = [text for text in (system_instruction, question.heading) if text]
         if apply_chat_template and chat_template is not None:
-            made = [_chat(question, m, examples, system_instruction, chat_template) for m in question.messages]
+            made = [_chat(question, m, examples, DELIMITER.join(system), chat_template) for m in question.messages]
         else:
-            begin = "".join(
-                f"{part}{DELIMITER}"
-                for part in [*filter(None, [system_instruction]), *(f"{e.example}{e.solved}" for e in examples)]
-            )
+            begin = "".join(f"{part}{DELIMITER}" for part in [*system, *(f"{e.example}{e.solved}" for e in examples)])
             made = [begin + context for context in question.contexts]
         return made if len(made) > 1 else made[0]
 
@@ -168,7 +166,7 @@ def _named(name: str, known: TaskManager, settings: QualitySettings) -> dict[str
     return found
 
 
-def _chat(question: Question, message: str, examples: Sequence[Question], system: str | None, chat: Chat) -> str:
+def _chat(question: Question, message: str, examples: Sequence[Question], system: str, chat: Chat) -> str:
     said = [{"role": "system", "content": system}] if system else []
     for example in examples:
         asked = example.messages[example.gold if len(example.messages) > 1 else 0]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...decoding.errors import UserError
@@ -24,7 +24,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DELIMITER = "\n\n"  # between solved examples
 ANSWER = "Answer:"
 CONNECTIVES = {"cause": "because", "effect": "therefore"}
-SUBJECT = "The following are multiple choice questions (with answers) about {}.\n\n"
+SUBJECT = "The following are multiple choice questions (with answers) about {}."
 PROGRAM = "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n{}"
 COMPLETE = "Complete this function. Answer with all of it, in one block of code.\n\n```python\n{}\n```"
 
@@ -53,7 +53,8 @@ class Question:
     `messages`: the same as a user's turns in a chat, where the answer begins with `begun`. `continuations`: whose
     likelihood is taken, each with the blank it begins with: one a choice, or a text; none to generate. `gold`: the
     index of the right one of `choices`, or the row's answer. A solved example is a context and `solved`, in a chat a
-    message and `reply`; null where the row does not tell.
+    message and `reply`; null where the row does not tell. `heading`: what stands once before the examples and it; in a
+    chat, at the end of the system prompt.
     """
 
     row: Row
@@ -65,6 +66,7 @@ class Question:
     solved: str | None = None
     reply: str | None = None
     begun: str = ""
+    heading: str = ""
     id: str = ""
 
     @property
@@ -150,10 +152,11 @@ def _chosen(row: Row) -> Question:
 
 
 def _lettered(row: Row) -> Question:
-    """The choices with letters, one of which is to follow, under a line with the subject: as lm-eval puts MMLU."""
+    """The choices with letters, one of which is to follow, under a heading with the subject: as lm-eval puts MMLU."""
     choices, gold = _choices(row)
-    asked = SUBJECT.format(_need(row, "subject").replace("_", " ")) + _options(row, choices)
-    return _question(row, asked, tuple(f" {letter}" for letter in LETTERS[: len(choices)]), choices, gold)
+    letters = tuple(f" {letter}" for letter in LETTERS[: len(choices)])
+    heading = SUBJECT.format(_need(row, "subject").replace("_", " "))
+    return replace(_question(row, _options(row, choices), letters, choices, gold), heading=heading)
 
 
 def _connected(row: Row) -> Question:

@@ -361,10 +361,24 @@ def test_a_questions_own_answer_is_never_among_its_examples(read, tmp_path):  # 
     assert asked(read(*numbered(2), shots=1, shots_path=path), 0)[0][0].startswith("Question: 1?\nAnswer: 1\n\n")
 
 
+def test_a_subject_is_said_once_before_all_examples(read):
+    """As lm-eval's `description`: before each example, scores of 5 shots are not MMLU's."""
+    heading = "The following are multiple choice questions (with answers) about x."
+    rows = [{**CHOICES, "question": f"q{i}", "subject": "x"} for i in range(3)]
+    own = read(*rows, shots=2)
+    options = "\nA. Rome\nB. Paris\nAnswer:"
+    said = f"q1{options} B\n\nq2{options} B\n\nq0{options}"
+    assert [args[0] for args in asked(own)] == [f"{heading}\n\n{said}"] * 2
+    assert asked(own, system_instruction="Hm.")[0][0] == f"Hm.\n\n{heading}\n\n{said}"
+    (context, _), _ = asked_in_chat(own, system="Hm.")
+    assert context.count(heading) == 1
+    assert context.startswith(chat([{"role": "system", "content": f"Hm.\n\n{heading}"}])[:80])
+
+
 def test_examples_are_of_the_questions_subject_and_of_another_file(read, tmp_path):
     rows = [{**CHOICES, "question": f"{s}{i}", "subject": s} for i in range(2) for s in ("x", "y")]
     own = read(rows[3], shots=1, shots_path=write(tmp_path / "pool.jsonl", *rows))
-    assert "about y.\n\ny0\nA. Rome\nB. Paris\nAnswer: B\n\nThe following" in asked(own)[0][0]
+    assert "about y.\n\ny0\nA. Rome\nB. Paris\nAnswer: B\n\ny1\nA. Rome" in asked(own)[0][0]
     with pytest.raises(UserError, match=r"t\.jsonl:1: shots=2, and there are 1 other rows of the subject y to take"):
         read(rows[3], shots=2, shots_path=write(tmp_path / "pool.jsonl", *rows))
 
@@ -625,8 +639,12 @@ def test_a_real_file_runs_as_it_is(shared, name, monkeypatch):
     assert len({question.id for question in own.questions}) == len(own.questions)
     if own.kind != "perplexity":
         (solved, *_), *_ = asked(replace(few, shots=2))
-        assert solved.endswith(f"\n\n{prompt}")
-        assert not solved.removesuffix(prompt).count(prompt)
+        heading = few.questions[0].heading
+        alone = prompt.removeprefix(f"{heading}\n\n")
+        assert solved.startswith(heading)
+        assert heading == "" or solved.count("The following are") == 1
+        assert solved.endswith(f"\n\n{alone}")
+        assert not solved.removesuffix(alone).count(alone)
 
 
 @pytest.mark.parametrize(("name", "field"), [("humaneval", "canonical_solution"), ("mbpp", "code")])
