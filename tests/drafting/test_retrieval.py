@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig
 
 from decodelab.decoding import loop, reference
@@ -123,15 +124,18 @@ def test_a_corpus_becomes_a_datastore_at_the_first_use(tmp_path, cache):
 
 
 def test_a_text_file_is_read_whole(tmp_path, monkeypatch):
-    """In pieces of whole lines; a replay has no target."""
+    """In pieces of whole lines, without the tokens that a tokenizer puts around a text; a replay has no target."""
+    tokenizer = tiny_tokenizer()
+    around = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = around
     monkeypatch.setattr("decodelab.drafting.datastore.PIECE", 8)
     corpus = tmp_path / "mine.txt"
     corpus.write_text("abcd\nefgh\nijkl\nmnop", encoding="utf-8")
     told = []
-    resources = Resources(None, tiny_tokenizer, LawSettings(), lambda *what: told.append(what))
+    resources = Resources(None, lambda: tokenizer, LawSettings(), lambda *what: told.append(what))
     array = Datastore(str(corpus)).open(resources)
     text = [token for token in array.text.tolist() if token != BORDER]
-    assert tiny_tokenizer().decode(text).replace("<unk>", "\n") == corpus.read_text(encoding="utf-8")
+    assert tokenizer.decode(text).replace("<unk>", "\n") == corpus.read_text(encoding="utf-8")
     assert told[-1] == ("reading mine.txt", 19, 19)
 
 
