@@ -1,6 +1,5 @@
-"""A smaller model of the same vocabulary drafts a chain (arXiv:2211.17192, arXiv:2302.01318), keeping its own KV."""
+"""A smaller model drafts a chain (arXiv:2211.17192, arXiv:2302.01318), keeping its own KV."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..attention.cache import Cache
-from ..attention.rows import chains
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, chain
 from ..decoding.errors import UserError
 from ..decoding.law import LawSettings, Processors, keyed_scores, perturbed
@@ -20,9 +17,12 @@ from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.noise import Noise
-from ..decoding.reference import PREFILL_CHUNK
+from .across import LONGER, MARGIN, Bridge, Shared, TextDrafter, Window
+from .second_model import Reader, Reading, by_cache
 
 Proposal = Literal["coupled", "sampled"]
+Vocabulary = Literal["same", "text", "intersection"]
+LEAST = 0.5  # of the draft model's law, on tokens that the target has too: with less it has something else to say
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,9 @@ class DraftModel:
     coupling can. `proposal=sampled`: drawn from q and judged by rejection, as in the papers: the same law, not the same
     tokens. `temperature`: of q when sampled (None: the target's). `confidence`: stop drafting where the likeliest next
     token has less probability than this; it looks at q before a token is drawn, so the law holds.
+
+    `vocabulary`: same, or two tokenizers: `text`, the draft model's likeliest text in the target's tokens, one-hot; or
+    `intersection`, only tokens that both have, coupled or sampled from q over them.
     """
 
     model: DraftSpec = field(default_factory=DraftSpec)
@@ -67,6 +70,7 @@ class DraftModel:
     proposal: Proposal = "coupled"
     temperature: float | None = None
     confidence: float = 0.0
+    vocabulary: Vocabulary = "same"
 
     def __post_init__(self) -> None:
         if self.max_draft < 1:
@@ -80,6 +84,13 @@ class DraftModel:
             )
         if not 0 <= self.confidence < 1:
             raise UserError(f"drafting.confidence must be at least 0 and below 1, got {self.confidence}")
+        if self.vocabulary not in ("same", "text", "intersection"):
+            raise UserError(f"drafting.vocabulary must be same, text or intersection, got {self.vocabulary!r}")
+        if self.vocabulary == "text" and self.proposal == "sampled":
+            raise UserError(
+                "drafting.vocabulary=text offers a text, which has no q: take proposal=coupled, or "
+                "vocabulary=intersection to sample"
+            )
 
     @property
     def needs(self) -> Needs:
@@ -90,21 +101,37 @@ class DraftModel:
         return Gives("chain", self.max_draft, self.max_draft, "sampled" if self.proposal == "sampled" else "one-hot")
 
     def check(self, target: Source) -> list[str]:
-        """Refuses another tokenizer; warns of a context shorter than the target's."""
+        """Refuses another tokenizer, unless it is to be bridged; warns of a context shorter than the target's."""
         draft = open_source(self.model.model)
-        same_tokens(draft.tokenizer, target.tokenizer, draft.label, target.label)
+        if self.vocabulary == "same":
+            same_tokens(draft.tokenizer, target.tokenizer, draft.label, target.label)
+        elif self.vocabulary == "intersection":
+            Shared.between(target.tokenizer, draft.tokenizer)
         ours, theirs = ModelConfig.from_hf(draft.config).max_positions, ModelConfig.from_hf(target.config).max_positions
         if ours < theirs:
             return [f"{draft.label} holds {ours} tokens, {target.label} {theirs}: nothing is drafted past {ours}"]
         return []
 
-    def build(self, resources: Resources) -> "ModelDrafter":
+    def build(self, resources: Resources) -> "ModelDrafter | TextDrafter":
         source = open_source(self.model.model)
-        same_tokens(source.tokenizer, resources.tokenizer, source.label, "the target")
         target = resources.target
+        if self.vocabulary == "same":
+            same_tokens(source.tokenizer, resources.tokenizer, source.label, "the target")
         dtype = target.dtype if self.model.dtype is None else getattr(torch, self.model.dtype)
         model = load_decoder(source, dtype=dtype, device=target.device, progress=resources.progress)
-        return ModelDrafter(self, model, target.config.vocab, resources.law)
+        return self.around(model, source.tokenizer, resources)
+
+    def around(
+        self, model: Decoder, tokenizer: PreTrainedTokenizerBase, resources: Resources
+    ) -> "ModelDrafter | TextDrafter":
+        """The drafter with a model that is loaded already, and its tokenizer."""
+        if self.vocabulary == "same":
+            return ModelDrafter(self, model, resources.target.config.vocab, resources.law)
+        bridge = Bridge.between(resources.tokenizer, tokenizer)
+        if self.vocabulary == "text":
+            return TextDrafter(Reader(model), bridge, self.max_draft, self.confidence)
+        shared = Shared.between(resources.tokenizer, tokenizer, model.device)
+        return ModelDrafter(self, model, resources.target.config.vocab, resources.law, bridge, shared)
 
 
 def same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, name: str, target_name: str) -> None:
@@ -115,34 +142,35 @@ def same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase,
     differing = min(t for t in (*a, *b) if a.get(t) != b.get(t))
     raise UserError(
         f"{name} cannot draft for {target_name}: their tokenizers differ (token {differing!r} has id "
-        f"{a.get(differing)} and {b.get(differing)}); name a draft model with the target's tokenizer"
+        f"{a.get(differing)} and {b.get(differing)}); name a draft model with the target's tokenizer, or take "
+        "drafting.vocabulary=text or intersection"
     )
 
 
 @dataclass(slots=True)
 class State:
-    """`staged`: (number in the cache, token) of this sequence's rows since the last commit, in order."""
+    """`window`: the text in both tokenizers, where there are two."""
 
-    tokens: list[int]
+    reading: Reading
     processors: Processors
-    cache: Cache
-    slot: int
-    staged: list[tuple[int, int]] = field(default_factory=list)
+    window: Window | None = None
 
     @property
-    def cached(self) -> int:
-        """Committed and staged rows; they hold the first tokens."""
-        return self.cache.length(self.slot) + len(self.staged)
+    def tokens(self) -> list[int]:
+        """Prompt and output, in the target's ids."""
+        return self.reading.tokens if self.window is None else self.window.target
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafter:
-    """The drafter with its weights. `vocab`: the target's."""
+    """The drafter with its weights. `vocab`: the target's; `bridge` and `shared`: to another tokenizer."""
 
     settings: DraftModel
     model: Decoder
     vocab: int
     law: LawSettings
+    bridge: Bridge | None = None
+    shared: Shared | None = None
     sources: tuple[str, ...] = ("draft_model",)
 
     @property
@@ -158,65 +186,46 @@ class ModelDrafter:
     def gives(self) -> Gives:
         return replace(self.settings.gives, q="sampled" if self.sampled else "one-hot")
 
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.model)
+
     def start(self, requests: Sequence[Opened]) -> list[State]:
-        longest = max(len(r.prompt) + r.max_new_tokens + self.settings.max_draft for r in requests)
-        cache = self.model.open_cache(len(requests), min(longest, self.model.config.max_positions))
-        states = [State(list(r.prompt), r.processors, cache, cache.open()) for r in requests]
-        for state in states:
-            if not self._can_read(state):
-                continue  # never drafts
-            for at in range(0, len(state.tokens), PREFILL_CHUNK):
-                piece = state.tokens[at : at + PREFILL_CHUNK]
-                self.model(chains([piece], [state.slot], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
-                cache.commit({state.slot: range(len(piece))})
-        return states
-
-    def _depth(self, state: State, room: Room) -> int:
-        """How many tokens to draft; none past the draft model's own context."""
-        wanted = min(self.settings.max_draft, room.chain)
-        if not wanted or not self._can_read(state):
-            return 0
-        # drafting n tokens feeds all tokens so far and n - 1 drafted ones
-        return min(wanted, self.model.config.max_positions - len(state.tokens) + 1)
-
-    def _can_read(self, state: State) -> bool:
-        """Whether the draft model can be fed what is decided: its context and its embedding have an end."""
-        config = self.model.config
-        if len(state.tokens) > config.max_positions:
-            text = f"the draft model's context of {config.max_positions} tokens is full: no drafts past it"
-        elif max(state.tokens[state.cached :], default=0) >= config.vocab:
-            text = f"the text holds a token beyond the draft model's {config.vocab} embeddings: no drafts behind it"
-        else:
-            return True
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return False
+        windows: Sequence[Window | None] = [None] * len(requests)
+        texts: Sequence[list[int]] = [list(r.prompt) for r in requests]
+        open_end, longer = 0, 1
+        if self.bridge is not None:
+            windows, texts = zip(*(self.bridge.open(r.prompt) for r in requests), strict=True)
+            open_end, longer = MARGIN, LONGER
+        longest = max(len(t) + longer * r.max_new_tokens for t, r in zip(texts, requests, strict=True))
+        readings = self.reader.open(texts, open_end, longest + self.settings.max_draft)
+        return [State(reading, r.processors, w) for reading, r, w in zip(readings, requests, windows, strict=True)]
 
     def propose(self, states: Sequence[State], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]:
         drafts = [EMPTY] * len(states)
-        depth = [self._depth(s, r) for s, r in zip(states, room, strict=True)]
-        caches = {id(s.cache): s.cache for s in states}
-        for cache in caches.values():
-            mine = [i for i, s in enumerate(states) if s.cache is cache and depth[i]]
-            if mine:
-                drawn = self._chains(
-                    cache, [states[i] for i in mine], [depth[i] for i in mine], [noise[i] for i in mine]
-                )
-                for i, draft in zip(mine, drawn, strict=True):
-                    drafts[i] = draft
+        depth = [
+            self.reader.depth(s.reading, min(self.settings.max_draft, r.chain) if _is_whole(s) else 0)
+            for s, r in zip(states, room, strict=True)
+        ]
+        for mine in by_cache([s.reading for s in states], [i for i, d in enumerate(depth) if d]):
+            drawn = self._chains([states[i] for i in mine], [depth[i] for i in mine], [noise[i] for i in mine])
+            for i, draft in zip(mine, drawn, strict=True):
+                drafts[i] = draft
         return drafts
 
-    def _chains(self, cache: Cache, states: list[State], depth: list[int], noise: list[Noise]) -> list[Draft]:
+    def _chains(self, states: list[State], depth: list[int], noise: list[Noise]) -> list[Draft]:
         """Draft side by side: one forward a token for all sequences that go on."""
         tokens: list[list[int]] = [[] for _ in states]
         laws: list[list[Tensor]] = [[] for _ in states]
         going = list(range(len(states)))
         while going:
-            fed = [(states[i].tokens + tokens[i])[states[i].cached :] for i in going]
-            logits = self._feed(cache, [states[i] for i in going], fed)
+            readings = [states[i].reading for i in going]
+            fed = [(r.tokens + self._own(tokens[i]))[r.cached :] for r, i in zip(readings, going, strict=True)]
+            logits = self.reader.feed(readings, fed)
             on = []
             for row, i in enumerate(going):
-                scores = states[i].processors.scores(logits[row], [*states[i].tokens, *tokens[i]])
-                if tokens[i] and self._unsure(scores):
+                scores = states[i].processors.scores(self._over(logits[row]), [*states[i].tokens, *tokens[i]])
+                if self._speechless(logits[row], scores) or (tokens[i] and self._unsure(scores)):
                     continue
                 token, q = self._choose(scores, noise[i], len(tokens[i]))
                 tokens[i].append(token)
@@ -224,21 +233,25 @@ class ModelDrafter:
                 if len(tokens[i]) < depth[i]:
                     on.append(i)
             going = on
-        return [chain(t, torch.stack(q) if self.sampled else None) for t, q in zip(tokens, laws, strict=True)]
+        return [chain(t, torch.stack(q) if self.sampled and q else None) for t, q in zip(tokens, laws, strict=True)]
 
-    def _feed(self, cache: Cache, states: list[State], fed: list[list[int]]) -> Tensor:
-        """Logits [n, V] behind the last token fed of each, over the target's vocabulary: padding ids get −inf."""
-        first = cache.staged
-        last = [s.staged[-1][0] if s.staged else -1 for s in states]
-        rows = chains(fed, [s.slot for s in states], last, first)
-        ends = []
-        for state, piece in zip(states, fed, strict=True):
-            state.staged += [(first + i, token) for i, token in enumerate(piece)]
-            first += len(piece)
-            ends.append(first - rows.first - 1)
-        logits = self.model(rows, cache, logits_of=torch.tensor(ends)).logits[:, : self.vocab]
-        missing = self.vocab - logits.shape[1]
+    def _own(self, tokens: Sequence[int]) -> list[int]:
+        """Drafted tokens in the draft model's ids."""
+        return list(tokens) if self.shared is None else [self.shared.own[token] for token in tokens]
+
+    def _over(self, logits: Tensor) -> Tensor:
+        """Logits [V] over the target's vocabulary: −inf for padding ids and for what is not shared."""
+        if self.shared is not None:
+            return self.shared.over(logits, self.vocab)
+        logits = logits[: self.vocab]
+        missing = self.vocab - logits.shape[0]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _speechless(self, logits: Tensor, scores: Tensor) -> bool:
+        """Whether what it has to say is mostly in tokens that are not shared, or none that is shared is allowed."""
+        if self.shared is None:
+            return False
+        return self.shared.mass(logits) < LEAST or not bool(torch.isfinite(scores).any())
 
     def _unsure(self, scores: Tensor) -> bool:
         return self.settings.confidence > 0 and float(torch.softmax(scores, -1).max()) < self.settings.confidence
@@ -253,28 +266,24 @@ class ModelDrafter:
         return int(perturbed(log_q, noise.draft(offset)).argmax()), log_q.exp()
 
     def observe(self, states: Sequence[State], seen: Sequence[Seen]) -> list[State]:
-        keep: dict[int, tuple[Cache, dict[int, list[int]]]] = {}
-        for state, new in zip(states, seen, strict=True):
-            state.tokens += new.tokens[len(state.tokens) - new.position :]
-            # what was staged and came true stays, short of the last token: its row must be fed to draft behind it
-            start, limit = state.cache.length(state.slot), len(state.tokens) - 1
-            kept = []
-            for i, (number, token) in enumerate(state.staged):
-                if start + i >= limit or state.tokens[start + i] != token:
-                    break
-                kept.append(number)
-            keep.setdefault(id(state.cache), (state.cache, {}))[1][state.slot] = kept
-        for cache, kept_of in keep.values():
-            cache.commit(kept_of)
-        for state in states:
-            state.staged.clear()
+        for state, news in zip(states, seen, strict=True):
+            new = news.tokens[len(state.tokens) - news.position :]
+            if not new:
+                continue
+            if state.window is not None and self.bridge is not None:
+                state.reading.rewrite(*self.bridge.follow(state.window, new), MARGIN)
+            else:  # the last token's row must be fed to draft behind it
+                state.reading.rewrite(len(state.reading.tokens), new, 1)
+        self.reader.keep([s.reading for s in states])
         return list(states)
 
     def finish(self, state: State) -> None:
-        if state.cache.staged:  # aborted between propose and observe
-            state.cache.drop()
-        state.staged.clear()
-        state.cache.free(state.slot)
+        self.reader.close(state.reading)
+
+
+def _is_whole(state: State) -> bool:
+    """No character at the end lacks bytes, which the other tokenizer would not know of."""
+    return state.window is None or state.window.whole
 
 
 def _is_drafter(drafter: ModelDrafter) -> Drafter[State]:

@@ -382,8 +382,9 @@ def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str
 
 
 def _peer(config: RunConfig, source: Source, dtype: torch.dtype, device: torch.device) -> HfPeer:
-    """transformers' model, assisted by the drafter's first model if it has one, with drafts as long as ours."""
-    draft = next((open_source(spec) for spec in draft_models(config.drafting)), None)
+    """transformers' model, assisted by the drafter's first model that shares its tokenizer, with drafts as long."""
+    drafts = (open_source(spec) for spec in draft_models(config.drafting))
+    draft = next((d for d in drafts if d.tokenizer.get_vocab() == source.tokenizer.get_vocab()), None)
     return HfPeer.build(source, dtype, device, draft, max(1, config.drafting.gives.depth))
 
 

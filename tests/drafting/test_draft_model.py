@@ -144,7 +144,7 @@ def test_an_abort_between_propose_and_observe_frees_everything():
     d.propose(states, [Room(4, 4)] * 3, [Noise(0, 0, 0)] * 3)
     for state in states:
         d.finish(state)
-    own = states[0].cache
+    own = states[0].reading.cache
     assert own.staged == 0
     assert sorted(own.open() for _ in range(3)) == [0, 1, 2]
 
