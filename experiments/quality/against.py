@@ -60,7 +60,7 @@ _OF_SETTINGS = {
     "scorer": "task", "chat": "template", "template": "template", "system": "template", "shots": "template",
     "batch": "batch", "limit": "counting", "max_length": "counting",
 }  # fmt: skip
-_OF_ANSWERS = {"max_new_tokens": "counting", "stop": "counting"}
+_OF_ANSWERS = {"max_new_tokens": "counting", "stop": "counting", "thinking": "counting", "repeats": "counting"}
 _REQUIRED = ("task", "id", "repeat", "doc_hash", "scores")
 # Keys of a configuration that are compared by themselves, or change no score.
 _NOT_LISTED = (
@@ -147,7 +147,7 @@ def read_quality(folder: Path) -> RunQuality:
         itemgetter("backend", "interrupted")(run.quality)
         itemgetter("_target_")(run.config["acceptance"])
         for name, task in run.quality["tasks"].items():
-            itemgetter("measures", "higher_is_better", "repeats", "digest", "settings")(task)
+            itemgetter("measures", "higher_is_better", "digest", "settings")(task)
             _check_whole(run, name, task["n"])
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder} is not as this version writes a run ({error!r}); run it again") from None
@@ -252,8 +252,6 @@ def _differences(mine: RunQuality, reference: RunQuality, common: Sequence[str])
             note(name, key, what, here["settings"].get(what), there["settings"].get(what))
         note(name, "backend", "backend", mine.quality["backend"], reference.quality["backend"])
         if decodes:
-            note(name, "counting", "repeats", here["repeats"], there["repeats"])
-            note(name, "counting", "thinking", _thinking(mine), _thinking(reference))
             rules = _rules(mine, reference)
             note(name, "acceptance", "acceptance", *rules)
             if any(rule.partition("(")[0] != "Greedy" for rule in rules):
@@ -275,10 +273,6 @@ def _rules(*runs: RunQuality) -> list[str]:
     differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
     own = [", ".join(f"{key}={value}" for key, value in rule.items() if key in differing) for rule in keys]
     return [f"{name}({rule})" if rule else name for name, rule in zip(names, own, strict=True)]
-
-
-def _thinking(run: RunQuality) -> Any:
-    return (run.config.get("quality") or {}).get("thinking")
 
 
 def _items(run: RunQuality, task: str) -> dict[tuple[str, int], list[Mapping[str, Any]]]:

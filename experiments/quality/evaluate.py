@@ -112,6 +112,8 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
                 "max_length": None if generates else settings.max_length or context,
                 "stop": list(stop),
                 "scorer": None if own is None else own.scorer_text,
+                "thinking": list(settings.thinking) if generates and settings.thinking else None,
+                "repeats": settings.repeats if generates else 1,
                 "isolation": None if own is None else own.isolation,  # of programs under test, from the network
                 "limit": settings.limit if own is None else own.limit,
             },

@@ -19,7 +19,7 @@ from decodelab.experiments.table import comparison
 
 SETTINGS = {
     "shots": 0, "chat": False, "template": None, "system": None, "batch": 1, "max_new_tokens": 32, "stop": ["\n"],
-    "scorer": "exact_match", "limit": None,
+    "scorer": "exact_match", "limit": None, "thinking": None, "repeats": 1,
 }  # fmt: skip
 GREEDY = {"_target_": "decodelab.decoding.acceptance.Greedy", "repetition_penalty": 1.0}
 SAMPLING = {"_target_": "decodelab.decoding.acceptance.Sampling", "repetition_penalty": 1.0, "temperature": 0.7}
@@ -34,7 +34,7 @@ def task(name: str, scores: Scores, **more: Any) -> tuple[dict[str, Any], list[d
     about = {
         "kind": "generate", "measures": "decoding", "main": main, "higher_is_better": True, "n": len(scores),
         "repeats": len(repeats[0]) if repeats else 1, "digest": "d", "truncated": 0.0, "metrics": {},
-        "settings": SETTINGS | more.pop("settings", {}), **more,
+        "settings": SETTINGS | {"repeats": len(repeats[0]) if repeats else 1} | more.pop("settings", {}), **more,
     }  # fmt: skip
     lines = [
         {
@@ -56,7 +56,7 @@ def run(**tasks: Any) -> RunQuality:
         Path("runs/here"),
         "key",
         {"tasks": {name: about for name, (about, _) in made.items()}, "backend": "ours", "interrupted": False},
-        {"acceptance": GREEDY, "seed": 0, "quality": {"thinking": None}},
+        {"acceptance": GREEDY, "seed": 0, "quality": {}},
         {"weights": "w", "draft": None},
         {"version": "0"},
         [row for _, rows in made.values() for row in rows],
@@ -416,12 +416,11 @@ def changed(found: RunQuality, key: str, value: Any) -> RunQuality:
         return replace(found, quality={**found.quality, "backend": value})
     if key in ("acceptance", "seed"):
         return replace(found, config={**found.config, key: value})
-    if key == "thinking":
-        return replace(found, config={**found.config, "quality": {"thinking": value}})
     about = dict(found.quality["tasks"]["t"])
-    where = about if key in about else about["settings"]
-    where = {**where, key: value}
-    about = where if key in about else {**about, "settings": where}
+    if key in about["settings"]:
+        about = {**about, "settings": {**about["settings"], key: value}}
+    else:
+        about[key] = value
     return replace(found, quality={**found.quality, "tasks": {"t": about}})
 
 

@@ -194,7 +194,7 @@ def test_repeats_are_drawn_anew_and_clustered_by_item(exams: Exams):
     words = [f"tasks=[{{path: {exams.files['asked']}, scorer: contains}}]", "acceptance=sampling", "quality.repeats=3"]
     assert exams.evaluate(*words, "acceptance.temperature=1.5") == 0
     task, rows = exams.result()["quality"]["tasks"]["asked"], exams.rows()
-    assert (task["n"], task["repeats"], len(rows)) == (6, 3, 18)
+    assert (task["n"], task["repeats"], task["settings"]["repeats"], len(rows)) == (6, 3, 3, 18)
     by_item: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_item.setdefault(row["id"], []).append(row)
@@ -374,6 +374,7 @@ def test_a_chat_with_few_shots_and_a_system_prompt_is_asked_as_the_template_says
     assert first["prompt"] != second["prompt"]
     settings = exams.result()["quality"]["tasks"]["asked"]["settings"]
     assert (settings["chat"], settings["system"], settings["shots"]) == (True, "Be brief.", 1)
+    assert settings["thinking"] == ["<t>", "</t>"]
     assert len(settings["template"]) == 64
 
 
