@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from ..decoding.errors import UserError
-from .construct import Constructor, UnknownKeyError, did_you_mean
+from .construct import Constructor, UnknownKeyError, as_list, did_you_mean
 
 if TYPE_CHECKING:  # --help waits for neither torch nor Hydra
     from hydra.core.override_parser.types import Override
@@ -127,8 +127,9 @@ def _parsed(word: str) -> "Override":
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        quoted = f"""'{key}="{value}"'"""
-        raise UserError(f"{word!r} is not understood ({_line(error)}); quote the value: {quoted}") from None
+        listed = value.startswith("[") and value.endswith("]") and not set("{}") & set(value)
+        remedy = f"quote its entries: '{key}={as_list(value)}'" if listed else f"""quote the value: '{key}="{value}"'"""
+        raise UserError(f"{word!r} is not understood ({_line(error)}); {remedy}") from None
 
 
 def _check(override: "Override", options: Mapping[str, Mapping[str, Path]]) -> None:

@@ -19,6 +19,7 @@ _NOUNS: Mapping[Any, tuple[str, str]] = {
     str: ("a text", "texts"),
     NoneType: ("null", "nulls"),
 }
+QUOTES = "'\""
 _SEQUENCES = (list, tuple, Sequence, Collection)
 _UNIONS = (Union, UnionType)
 
@@ -68,6 +69,8 @@ class Constructor:
         except _MisfitError:
             number = type(value) in (bool, int, float)
             quote = f"; a text is quoted: '{key}=\"…\"'" if number and "a text" in _nouns(expected) else ""
+            if isinstance(value, str) and any(noun.startswith("a list") for noun in _nouns(expected)):
+                quote = f"; a list is written '{key}={as_list(value)}'"
             raise UserError(f"{key} must be {_either(expected)}, got {shown(value)}{quote}") from None
 
     def _fitted(self, value: Any, expected: Any, key: str) -> Any:
@@ -164,6 +167,12 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
     return "null" if value is None else repr(value)
+
+
+def as_list(text: str) -> str:
+    """A text that was meant as a list of texts, as a command line takes one."""
+    entries = text.strip().removeprefix("[").removesuffix("]").split(",")
+    return "[" + ",".join(f'"{entry.strip().strip(QUOTES)}"' for entry in entries) + "]"
 
 
 def _checked(value: Any, fits: bool) -> Any:

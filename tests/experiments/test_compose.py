@@ -213,7 +213,20 @@ def test_interpolations_are_resolved():
         (["task.subset=2024"], "task.subset must be a text or null, got 2024; a text is quoted: 'task.subset=\"…\"'"),
         (["timing=never"], "timing must be paired, anchored or untimed, got 'never'"),
         (["drafting=draft_model", "drafting.model=x"], "drafting.model must be a DraftSpec, got 'x'"),
-        (["trusted=mylab"], "trusted must be a list of texts, got 'mylab'"),
+        (
+            ["trusted=mylab"],
+            """trusted must be a list of texts, got 'mylab'; a list is written 'trusted=["mylab"]'""",
+        ),
+        (
+            ['quality.thinking="[<a>, </a>]"'],
+            "quality.thinking must be a list of texts or null, got '[<a>, </a>]'; "
+            """a list is written 'quality.thinking=["<a>","</a>"]'""",
+        ),
+        (
+            ["quality.thinking=[<a>,</a>]"],
+            "'quality.thinking=[<a>,</a>]' is not understood (token recognition error at: '<'); "
+            """quote its entries: 'quality.thinking=["<a>","</a>"]'""",
+        ),
         # values out of range are the constructors' own errors
         (["batch=0"], "batch must be at least 1, got 0"),
         (["task.limit=0"], "task.limit=0: at least 1, or null for every prompt"),
