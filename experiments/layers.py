@@ -144,9 +144,9 @@ class Answers:
         self._target(self._whole, self._cache, logits_of=torch.tensor([0]))
         above: dict[tuple[int, int], int] = {}
         first = 0
-        for s, row in enumerate(counts):
-            above |= {(s, i): first + i - 1 if i else -1 for i in range(len(row))}
-            first += len(row)
+        for s, mine in enumerate(counts):
+            above |= {(s, i): first + i - 1 if i else -1 for i in range(len(mine))}
+            first += len(mine)
         going = list(above)
         for depth in range(self.longest):
             if not going:

@@ -246,7 +246,7 @@ def test_all_is_kept_where_both_say_the_same(kind: str, rule: Acceptance, monkey
     target = reciting(theirs, how)
     settings = DraftModel(vocabulary=vocabulary, max_draft=4)
     d = drafter(settings, reciting(ours, ours_how), ours, target, theirs, rule)
-    requests = [ask(theirs, target, text, 96, rule) for text in ("ab", "bcdef", CYCLE * 12)]
+    requests = [ask(theirs, target, text, 48, rule) for text in ("ab", "bcdef", CYCLE * 12)]
     want = reference.generate(target, requests, rule.law(), seed=1)
     merge = Merged((PromptLookup(max_draft=1), d))
     for made, group in ((d, requests), (d, requests[1:2]), (merge, requests)):
