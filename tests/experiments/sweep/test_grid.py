@@ -194,7 +194,7 @@ def test_every_experiment_composes_and_none_of_its_cells_is_refused(name: str, c
     for cell, config in zip(cells, configs, strict=True):
         assert resolve(config).verdict != "refused", cell.label
         if config.search is not None:
-            check_space(config, cell.overrides, composer)
+            check_space("run", config, cell.overrides, composer)
     second = composer.options["experiment"][name].read_text().splitlines()[1]
     assert re.fullmatch("# .+[.!?]", second)  # `--help` shows it
 
