@@ -301,7 +301,7 @@ def _asked(
 def _item_by_item(task: "Task") -> Iterator[None]:
     """Without lm-eval's numbers over all items: ours have intervals, and its perplexities overflow."""
     known = task.aggregation
-    task.aggregation = lambda: dict.fromkeys(known(), len)  # type: ignore[method-assign]
+    task.aggregation = lambda: dict.fromkeys(known(), len)
     try:
         yield
     finally:
@@ -355,7 +355,7 @@ def _interval(task: "Task", metric: str, values: Sequence[Sequence[Any]]) -> Int
 def _mapped(found: Interval, falling: Callable[[float], float | None]) -> Interval:
     """Of a decreasing function of the value. An interval of which one end has no number has no ends."""
     value, low, high = (None if x is None else falling(x) for x in (found.value, found.high, found.low))
-    return Interval(value, *((None, None) if low is None or high is None else (low, high)), found.n)
+    return Interval(value, None, None, found.n) if low is None or high is None else Interval(value, low, high, found.n)
 
 
 def _perplexity(mean: float) -> float | None:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from ...decoding.errors import UserError
 from ..construct import did_you_mean
