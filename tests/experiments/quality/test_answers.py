@@ -41,7 +41,7 @@ DIGESTS = {"weights": "w", "draft": None, "task": "t", "quality": "q"}
     [
         (True, {"quality": {**CONFIG["quality"], "tasks": [{"path": "a", "scorer": "number"}]}}, {"quality": "r"}),
         (True, {"quality": {**CONFIG["quality"], "epsilon": 0.2, "allow": ["batch"]}, "against": "ref"}, {}),
-        (True, {"task": {"limit": 4}}, {"task": "u"}),
+        (True, {"task": {"limit": 4}, "timing": "untimed", "threads": 2}, {"task": "u"}),
         (False, {"quality": {**CONFIG["quality"], "thinking": ["<t>", "</t>"]}}, {}),
         (False, {"quality": {**CONFIG["quality"], "batch": 2}}, {}),
         (False, {"seed": 1}, {}),
