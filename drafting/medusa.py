@@ -23,7 +23,7 @@ from ..decoding.model.source import Source
 from ..decoding.noise import Noise
 from ..kernels.linear import Linear
 from .trained import Trained, open_trained
-from .trees import TreeShape, cartesian, optimal, read_tree, shape
+from .trees import TreeShape, Wanted, asked, file_of, optimal, shape
 
 FILES = ("medusa.safetensors", "medusa_lm_head.safetensors")
 NODES = 15  # with the root, 16 rows, which cost a CPU little more than one
@@ -40,7 +40,7 @@ class Medusa:
     """
 
     path: str | None = None
-    tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    tree: Wanted | None = None
 
     needs: ClassVar[Needs] = Needs(taps=("final",))
 
@@ -51,24 +51,17 @@ class Medusa:
     @property
     def files(self) -> tuple[Path, ...]:
         heads = () if self.path is None else (self.heads.file,)
-        return heads if self.tree in (None, "chain") or not isinstance(self.tree, str) else (*heads, Path(self.tree))
+        return (*heads, *file_of(self.tree))
 
     @property
     def shape(self) -> TreeShape:
         """Refuses a tree deeper than there are heads (Medusa#63)."""
         heads = count_heads(self.heads)
-        wanted = self.tree
-        if wanted is None:
+        if self.tree is not None:
+            found = asked(self.tree, heads)
+        else:
             paths = self.heads.about.get("tree")
             found = shape(paths) if paths else optimal(_GUESS[:heads], NODES)
-        elif isinstance(wanted, str):
-            found = cartesian([1] * heads) if wanted == "chain" else read_tree(wanted)
-        elif wanted and isinstance(wanted[0], int):
-            found = cartesian([w for w in wanted if isinstance(w, int)])
-        else:
-            found = shape([path for path in wanted if isinstance(path, tuple)])
-        if not len(found) or any(min(path) < 0 for path in found.paths):
-            raise UserError(f"drafting.tree={wanted} is no tree: widths of at least 1, or paths of ranks from 0 on")
         if found.depth > heads:
             raise UserError(
                 f"drafting.tree is {found.depth} deep, and there are {heads} heads: a tree of at most {heads}"

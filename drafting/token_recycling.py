@@ -7,12 +7,13 @@ the start (the paper scores all rows of the prompt; here only the last one's log
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
 from ..decoding.errors import UserError
 from ..decoding.noise import Noise
-from .trees import TreeShape, optimal
+from .trees import TreeShape, Wanted, asked, file_of, optimal
 
 Table = dict[int, tuple[int, ...]]  # a token's likeliest followers, likeliest first
 
@@ -20,7 +21,8 @@ Table = dict[int, tuple[int, ...]]  # a token's likeliest followers, likeliest f
 @dataclass(frozen=True, slots=True)
 class TokenRecycling:
     """Settings. The tree has `nodes` nodes of at most `depth` and `width` followers each, and is the best one if a
-    follower of rank r is right with probability `hit` · `fall`^r. `remember`: the table lives on from prompt to prompt,
+    follower of rank r is right with probability `hit` · `fall`^r. `tree`, in place of that: a file of paths, `chain` of
+    `depth` nodes, the widths of a cartesian tree, or its paths. `remember`: the table lives on from prompt to prompt,
     as in the paper.
     """
 
@@ -29,6 +31,7 @@ class TokenRecycling:
     width: int = 8
     hit: float = 0.5
     fall: float = 0.4
+    tree: Wanted | None = None
     remember: bool = False
 
     def __post_init__(self) -> None:
@@ -40,7 +43,19 @@ class TokenRecycling:
                 raise UserError(f"drafting.{name} must be between 0 and 1, got {getattr(self, name)}")
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return file_of(self.tree)
+
+    @property
     def shape(self) -> TreeShape:
+        if self.tree is not None:
+            found = asked(self.tree, self.depth)
+            if found.width > self.width:
+                raise UserError(
+                    f"drafting.tree tries {found.width} followers of a token, and {self.width} are remembered: "
+                    f"drafting.width={found.width}"
+                )
+            return found
         return optimal([[self.hit * self.fall**r for r in range(self.width)]] * self.depth, self.nodes)
 
     @property
@@ -49,13 +64,17 @@ class TokenRecycling:
 
     @property
     def gives(self) -> Gives:
-        return Gives("tree", self.nodes, self.depth)
+        return _gives(self.shape)
 
     def check(self, target: Any) -> list[str]:
         return []
 
     def build(self, resources: Resources) -> "Recycler":
         return Recycler(self, self.shape, {} if self.remember else None)
+
+
+def _gives(shape: TreeShape) -> Gives:
+    return Gives("tree" if shape.width > 1 else "chain", len(shape), shape.depth)
 
 
 @dataclass(slots=True)
@@ -83,7 +102,7 @@ class Recycler:
 
     @property
     def gives(self) -> Gives:
-        return self.settings.gives
+        return _gives(self.shape)
 
     def forget(self) -> None:
         if self.memory is not None:

@@ -5,17 +5,23 @@ of its paths, so that the node (0,) is there. Nodes are numbered breadth first, 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from ..decoding.cost import DraftCost, Profile, step_seconds
 from ..decoding.errors import UserError
+from ..decoding.events import Step
 
 Ranks = tuple[int, ...]
+Wanted = str | tuple[int, ...] | tuple[tuple[int, ...], ...]  # of a setting: a file or chain, widths, or paths
+_PRIOR = 4.0  # trials that the rate of a rank over all depths weighs at each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,13 @@ class TreeShape:
         number = {path: i for i, path in enumerate(self.paths)}
         return tuple(number.get(path[:-1], -1) for path in self.paths)
 
+    @property
+    def dense(self) -> bool:
+        """Whether every node's followers are the likeliest ones, without a gap, so that a place among siblings is a
+        rank."""
+        known = set(self.paths)
+        return all(not path[-1] or (*path[:-1], path[-1] - 1) in known for path in self.paths)
+
     def cut(self, rows: int, depth: int) -> "TreeShape":
         """What fits into a room: nodes no deeper than `depth`, the first `rows` of them."""
         return TreeShape(tuple(path for path in self.paths if len(path) <= depth)[: max(0, rows)])
@@ -62,6 +75,59 @@ def shape(paths: Sequence[Sequence[int]]) -> TreeShape:
 def cartesian(widths: Sequence[int]) -> TreeShape:
     """Every combination of the `widths[d]` likeliest tokens at each depth; [1, 1, 1] is a chain."""
     return shape(list(product(*(range(width) for width in widths))) if widths else [])
+
+
+@runtime_checkable
+class HasTree(Protocol):
+    """Settings of a drafter that fills a static tree; None: not with these."""
+
+    @property
+    def shape(self) -> TreeShape | None: ...
+
+
+def asked(wanted: Wanted, depth: int) -> TreeShape:
+    """What a setting `tree` says; `chain` is one of `depth` nodes."""
+    if isinstance(wanted, str):
+        found = cartesian([1] * depth) if wanted == "chain" else read_tree(wanted)
+    elif wanted and isinstance(wanted[0], int):
+        found = cartesian([w for w in wanted if isinstance(w, int)])
+    else:
+        found = shape([path for path in wanted if isinstance(path, tuple)])
+    if not len(found) or any(min(path) < 0 for path in found.paths):
+        raise UserError(f"drafting.tree={wanted} is no tree: widths of at least 1, or paths of ranks from 0 on")
+    return found
+
+
+def file_of(wanted: Wanted | None) -> tuple[Path, ...]:
+    """The file that a setting `tree` names, if it names one."""
+    return (Path(wanted),) if isinstance(wanted, str) and wanted != "chain" else ()
+
+
+def measured(steps: Iterable[Step]) -> list[list[float]]:
+    """`accept[d][r]` as a run's steps have it: of those in which a path of d tokens was kept and a candidate of rank r
+    stood behind it, how many kept that one. It tells ranks by places among siblings: of dense trees alone.
+
+    Where a depth was seldom reached, the rank's rate over all depths speaks for it, and a likelier rank is never taken
+    for a worse one: rates are made non-increasing by isotonic regression, weighted by trials.
+    """
+    from scipy.optimize import isotonic_regression  # a second, so not with the module
+
+    kept, tried = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for step in steps:
+        for d, offered in enumerate(step.offered):
+            tried.update((d, r) for r in range(offered))
+        kept.update(enumerate(step.ranks))
+    depths = range(1 + max((d for d, _ in tried), default=-1))
+    pooled = {
+        rank: sum(kept[d, rank] for d in depths) / sum(tried[d, rank] for d in depths) for rank in {r for _, r in tried}
+    }
+    table = []
+    for d in depths:
+        ranks = sorted(r for depth, r in tried if depth == d)
+        trials = np.array([tried[d, r] for r in ranks], float)
+        rates = np.array([(kept[d, r] + _PRIOR * pooled[r]) / (tried[d, r] + _PRIOR) for r in ranks])
+        table.append(isotonic_regression(rates, weights=trials, increasing=False).x.tolist())
+    return table
 
 
 def optimal(accept: Sequence[Sequence[float]], nodes: int) -> TreeShape:
@@ -125,4 +191,7 @@ def read_tree(path: str | Path) -> TreeShape:
 
 
 def write_tree(path: Path, tree: TreeShape, about: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps({**about, "paths": [list(p) for p in tree.paths]}, indent=1) + "\n", encoding="utf-8")
+    """A key a line; `about`: what it was measured on."""
+    content = {**about, "paths": tree.paths}
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

@@ -222,6 +222,12 @@ def _report(words: Sequence[str]) -> int:
     return report(words)
 
 
+def _tree(words: Sequence[str]) -> int:
+    from .tree import main as tree
+
+    return tree(words)
+
+
 def _show(cells: Sequence[Cell], configs: Sequence["RunConfig"]) -> int:
     """The configuration; of a sweep, what all cells share, and under each cell's label the rest of it."""
     resolved = [config.resolved for config in configs]
@@ -287,6 +293,7 @@ JOBS: Mapping[str, Job] = {
 }
 PLAIN: Mapping[str, Plain] = {
     "report": Plain("runs side by side, against earlier ones, or one explained; decodelab report --help", _report),
+    "tree": Plain("the static tree that is best by what a run accepted, as a file; decodelab tree --help", _tree),
 }
 
 

@@ -65,7 +65,7 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     """Quality against the reference run: what `quality.against` of a result holds."""
     differs = ", ".join(found["differs_in"]) or "nothing that is recorded"
     yield Text(f"against {found['reference']['folder']}, which differs in {differs}")
-    table = _table("task", "ref.", "difference [95 %]", "flips", "p", "verdict")
+    table = columns("task", "ref.", "difference [95 %]", "flips", "p", "verdict")
     for name, task in found["tasks"].items():
         main = task["metrics"][task["main"]]
         digits = 2 if main["effect"] == "ratio" else 3
@@ -98,13 +98,15 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
         main = task["metrics"][task["main"]]
         if task["verdict"] == "undecided":
             least = main["detectable"]
-            finds = "are too few to find any" if least is None else f"find {least:.3f} in 4 of 5 tries"
-            yield f"{name}: ε is {epsilon:g}; of differences, {main['n']} items {finds}"
+            what = "are too few to show any difference"
+            if least is not None:
+                what = f"can show a difference of {least:.2f} or more (80 % power)"
+            yield f"{name}: ε is {epsilon:g}; {main['n']} items {what}"
         if any(task["unpaired"].values()):
             here, there = task["unpaired"]["mine"], task["unpaired"]["reference"]
             yield f"{name}: {main['n']} items are in both; {here} are only in this run, {there} only in the reference"
-    for departure in found["allowed"]:
-        yield f"note: allowed to differ in {departure['key']}: {departure['what']} ({', '.join(departure['tasks'])})"
+    for one in found["allowed"]:
+        yield f"note: {one['what']} differs in {', '.join(one['tasks'])}, as quality.allow={one['key']} accepts"
     for side, names in (("this run", found["only_here"]), ("the reference", found["only_there"])):
         if names:
             yield f"note: only in {side}, so not compared: {', '.join(names)}"
@@ -114,10 +116,10 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"items changed: {changed} (flips.jsonl, worst first); p is corrected for all tasks (Holm)"
 
 
-def _table(*columns: str) -> Table:
+def columns(*names: str) -> Table:
     """The first column names the row, the others hold numbers."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for i, name in enumerate(columns):
+    for i, name in enumerate(names):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     return table
 
@@ -133,7 +135,7 @@ def _anchored(timing: Mapping[str, Any] | None) -> Iterator[Text]:
 
 def _comparison(r: Mapping[str, Any]) -> Table:
     base, ours, decode = r["baseline"], r["strategy"], r["decode"]
-    table = _table("", base["kind"], "strategy")
+    table = columns("", base["kind"], "strategy")
     rows = [
         ("speedup [95 % interval]", "1.00×", interval(r["speedup"])),
         ("end-to-end speedup", "1.00×", interval(r["end_to_end_speedup"])),
@@ -184,7 +186,7 @@ def _resources(r: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _categories(found: Mapping[str, Mapping[str, Any]], timed: bool) -> Table:
-    table = _table("category", "n", *(("speedup [95 %]",) if timed else ()), "tokens/step", "acceptance")
+    table = columns("category", "n", *(("speedup [95 %]",) if timed else ()), "tokens/step", "acceptance")
     for name, row in found.items():
         speedup = (interval(row["speedup"]),) if timed else ()
         rates = number(row["tokens_per_step"]), percent(row["acceptance_rate"])
@@ -196,17 +198,24 @@ def _quality(found: Mapping[str, Any]) -> Iterator[Any]:
     """A line a metric, the main one of a task first."""
     if not found["tasks"]:
         return
-    table = _table("quality", "metric", "value [95 %]", "n", "truncated")
+    table = columns("quality", "metric", "value [95 %]", "n", "truncated")
     for name, task in found["tasks"].items():
         metrics = {task["main"]: task["metrics"][task["main"]]} | task["metrics"]
         repeats = f" × {task['repeats']}" if task["repeats"] > 1 else ""
         for i, (metric, value) in enumerate(metrics.items()):
             first = Text(_short(name, _NARROW)), f"{value['n']}{repeats}", percent(task["truncated"])
             label, n, truncated = first if not i else (Text(), "", "")
+            metric += _scorer(task, metric) if not i else ""
             table.add_row(label, Text(_short(metric)), _score(value), n, truncated)
     yield table
     if only := [name for name, task in found["tasks"].items() if task["measures"] == "model only"]:
         yield Text(f"model only, since likelihoods decode nothing: {', '.join(only)}")
+
+
+def _scorer(task: Mapping[str, Any], metric: str) -> str:
+    """What gave the metric, where it is not called like it."""
+    scorer = task["settings"].get("scorer")
+    return "" if scorer in (None, metric) else f" ({scorer})"
 
 
 def _score(found: Mapping[str, Any]) -> str:
@@ -220,7 +229,7 @@ def _score(found: Mapping[str, Any]) -> str:
 def _transformers(r: Mapping[str, Any]) -> Table:
     turns = all(row["interleaved"] for row in r["compare_hf"].values())
     name = "transformers generate" if turns else "transformers, after ours"
-    table = _table(name, "tokens/s", "time per token", "ours ÷ it", "identical")
+    table = columns(name, "tokens/s", "time per token", "ours ÷ it", "identical")
     ours = r["strategy"]["tokens_per_second"]
     for mode, row in r["compare_hf"].items():
         rate = row["tokens_per_second"]
@@ -230,7 +239,7 @@ def _transformers(r: Mapping[str, Any]) -> Table:
 
 
 def _profile(profile: Mapping[str, Any]) -> Table:
-    table = _table(f"k rows in one forward, {profile['context']} tokens of context", "T(k)", "T(k) ÷ T(1)")
+    table = columns(f"k rows in one forward, {profile['context']} tokens of context", "T(k)", "T(k) ÷ T(1)")
     first = next(iter(profile["seconds"].values()))
     for k, spent in profile["seconds"].items():
         table.add_row(str(k), seconds(spent), f"{spent / first:.2f}")

@@ -2,13 +2,13 @@ import pytest
 
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
-from decodelab.decoding.draft import EMPTY, Opened, Room, Seen
+from decodelab.decoding.draft import EMPTY, Gives, Opened, Room, Seen
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.merge import Merged
 from decodelab.drafting.none import Nothing
 from decodelab.drafting.token_recycling import Recycler, State, TokenRecycling
-from decodelab.drafting.trees import cartesian, shape
+from decodelab.drafting.trees import cartesian, shape, write_tree
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder
 
@@ -84,6 +84,22 @@ def test_cold_and_warm():
     assert steps(warm) < first
     warm.forget()
     assert steps(warm) == first
+
+
+def test_its_tree_may_be_given(tmp_path):
+    """As a file that `decodelab tree` wrote, as widths, as paths, as a chain of `depth` nodes."""
+    write_tree(tmp_path / "tree.json", shape([[0], [1, 0]]), {})
+    filed = TokenRecycling(tree=str(tmp_path / "tree.json"))
+    assert filed.shape == TokenRecycling(tree=((0,), (1, 0))).shape == shape([[0], [1], [1, 0]])
+    assert filed.files == (tmp_path / "tree.json",)
+    assert filed.gives == Gives("tree", rows=3, depth=2)
+    assert TokenRecycling(tree=(3, 2)).shape == cartesian([3, 2])
+    chain = TokenRecycling(tree="chain", depth=4)
+    assert (chain.shape, chain.gives, chain.files) == (cartesian([1] * 4), Gives("chain", rows=4, depth=4), ())
+    with pytest.raises(UserError, match=r"tries 9 followers of a token, and 8 are remembered: drafting.width=9"):
+        _ = TokenRecycling(tree=(9,)).gives
+    with pytest.raises(UserError, match=r"drafting.tree=\(\) is no tree"):
+        _ = TokenRecycling(tree=()).gives
 
 
 def test_what_is_wrong_is_said():

@@ -1,10 +1,22 @@
+import random
 from itertools import combinations, product
 
 import pytest
 
 from decodelab.decoding.cost import DraftCost, Profile
 from decodelab.decoding.errors import UserError
-from decodelab.drafting.trees import TreeShape, cartesian, expected, fastest, optimal, read_tree, shape, write_tree
+from decodelab.decoding.events import Step
+from decodelab.drafting.trees import (
+    TreeShape,
+    cartesian,
+    expected,
+    fastest,
+    measured,
+    optimal,
+    read_tree,
+    shape,
+    write_tree,
+)
 
 
 def test_nodes_breadth_first_with_their_parents():
@@ -43,6 +55,62 @@ def test_no_tree_of_its_size_keeps_more(nodes):
     assert expected(accept, optimal(accept, nodes)) == pytest.approx(best)
 
 
+def walked(accept, tree, steps, seed=0):
+    """Steps of a target that takes rank r behind d kept tokens with probability `accept[d][r]`."""
+    rng = random.Random(seed)
+    below = {path: sum(len(p) == len(path) + 1 and p[: len(path)] == path for p in tree.paths) for path in tree.paths}
+    below[()] = sum(len(p) == 1 for p in tree.paths)
+    for _ in range(steps):
+        path, offered = (), []
+        while True:
+            offered.append(below[path])
+            u, rank = rng.random(), 0
+            while rank < below[path] and u >= accept[len(path)][rank]:
+                u, rank = u - accept[len(path)][rank], rank + 1
+            if rank == below[path]:
+                break
+            path = (*path, rank)
+        n = len(path)
+        yield Step(0, 0, 1, len(tree), 1 + len(tree), tree.depth, n, n + 1, (), (), ranks=path, offered=tuple(offered))
+
+
+def test_rates_measured_from_steps():
+    """Of known chances, within three standard errors; the best tree by them is the best by the chances."""
+    accept = [[0.5, 0.2, 0.1], [0.6, 0.15], [0.3, 0.25]]
+    steps = list(walked(accept, cartesian([3, 2, 2]), 20_000))
+    found = measured(steps)
+    assert [len(rates) for rates in found] == [3, 2, 2]
+    reached = 20_000
+    for rates, chances in zip(found, accept, strict=True):
+        for rate, chance in zip(rates, chances, strict=True):
+            assert rate == pytest.approx(chance, abs=3 * (chance * (1 - chance) / reached) ** 0.5)
+        reached *= sum(chances)
+    for nodes in (3, 5, 8):
+        assert optimal(found, nodes) == optimal(accept, nodes)
+    tau = sum(s.emitted for s in steps) / len(steps)
+    assert expected(found, cartesian([3, 2, 2])) == pytest.approx(tau, rel=0.01)
+
+
+def test_rates_of_few_steps():
+    """What is rarely reached is judged by its rank over all depths, and no rank is better than a likelier one."""
+    assert measured([]) == []
+    assert measured([Step(0, 0, 1, 0, 1, 0, 0, 1, (), ())]) == []  # nothing was drafted
+    one = Step(0, 0, 1, 6, 7, 2, 1, 2, (), (), ranks=(1,), offered=(2, 2))
+    (first, second) = measured([one])
+    # at depth 1: 0 of 1 and 1 of 1, with 4 trials of the pooled 0 of 2 and 1 of 2: (0, 0.6), made even
+    assert first == pytest.approx([0.3, 0.3])
+    assert second == pytest.approx([0.2, 0.2])  # 0 of 1 each, so (0, 0.4)
+    # a path that was cut says nothing of what stood behind it
+    cut = Step(0, 0, 1, 6, 7, 2, 1, 1, (), (), ranks=(0,), offered=(2,))
+    assert len(measured([cut])) == 1
+
+
+def test_a_dense_tree_leaves_out_no_likelier_rank():
+    assert cartesian([3, 2]).dense
+    assert optimal([[0.5, 0.2], [0.4, 0.1]], 4).dense
+    assert not shape([[0], [0, 1]]).dense
+
+
 def test_expected_tokens_by_hand():
     assert expected([[0.5, 0.25], [0.4]], shape([[0, 0], [1]])) == pytest.approx(1 + 0.5 + 0.25 + 0.2)
 
@@ -58,8 +126,10 @@ def test_the_size_follows_from_what_rows_cost():
 
 def test_a_tree_is_written_and_read(tmp_path):
     tree = optimal([[0.5, 0.2], [0.4, 0.1]], 4)
-    write_tree(tmp_path / "tree.json", tree, {"nodes": 4})
+    write_tree(tmp_path / "tree.json", tree, {"run": "key", "accept": [[0.5, 0.2], [0.4]]})
     assert read_tree(tmp_path / "tree.json") == tree
+    lines = (tmp_path / "tree.json").read_text().splitlines()
+    assert lines[1:4] == [' "run": "key",', ' "accept": [[0.5, 0.2], [0.4]],', ' "paths": [[0], [1], [0, 0], [1, 0]]']
     (tmp_path / "choices.json").write_text("[[0], [0, 1], [1]]")
     assert read_tree(tmp_path / "choices.json").paths == ((0,), (1,), (0, 1))
 

@@ -1,0 +1,197 @@
+"""The job `tree`: the static tree that is best by the acceptance which a run measured (Sequoia, arXiv:2402.12374)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..decoding.cost import DraftCost, Profile, step_seconds
+from ..decoding.errors import UserError
+from ..drafting.trees import HasTree, TreeShape, expected, fastest, measured, optimal, write_tree
+from .construct import Constructor
+from .files import read_result
+from .format import percent
+from .metrics import acceptance
+from .report.explain import Log
+from .report.load import Run
+from .table import columns
+
+USAGE = "decodelab tree RUN output=FILE [nodes=N]"
+HELP = f"""decodelab tree: the best static tree by what a run accepted
+
+  {USAGE}
+
+Reads how often a candidate was kept at each depth by its rank, from the events of a run whose drafter fills a static
+tree (medusa, token_recycling, eagle with a tree of its own), and writes the tree that keeps most of so many nodes:
+drafting.tree=FILE takes it. A run with a wide cartesian tree, drafting.tree=[8,4,4,2], knows most ranks.
+
+  output=FILE   a JSON of paths, with what it was measured on
+  nodes=N       how many nodes it may have; without it the size that is fastest by the run's T(k), which profile=true
+                measured"""
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MOST = 64  # nodes of a tree whose size is chosen
+_RANKS = 6  # shown of a depth
+# What a file of paths says of the run that it was measured on, and where that stands in result.json.
+_ORIGIN = {
+    "run": "key",
+    "weights": "digests.weights",
+    "draft": "digests.draft",
+    "task": "digests.task",
+    "acceptance": "config.acceptance",
+    "prompts": "prompts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line says."""
+
+    run: Path
+    output: Path
+    nodes: int | None = None
+
+
+def main(words: Sequence[str]) -> int:
+    """0 once the file is written."""
+    if not words or any(word in ("-h", "--help") for word in words):
+        print(HELP)
+        return 0
+    return tree(read(words))
+
+
+def read(words: Sequence[str]) -> Asked:
+    folders: list[Path] = []
+    given: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or Path(word).exists():
+            folders.append(Path(word).expanduser())
+        elif name not in ("output", "nodes"):
+            raise UserError(f"{name}= is unknown: tree takes output=FILE and nodes=N")
+        else:
+            given[name] = value
+    if len(folders) != 1:
+        raise UserError(f"tree takes the folder of one run, got {len(folders)}: {USAGE}")
+    if not given.get("output", "").strip():
+        raise UserError("tree needs a file to write: output=FILE.json")
+    nodes = given.get("nodes")
+    if nodes is not None and (not nodes.isdecimal() or int(nodes) < 1):
+        raise UserError(f"nodes={nodes}: a whole number of at least 1")
+    return Asked(folders[0], Path(given["output"]).expanduser(), None if nodes is None else int(nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the run measured of steps. `speedup`: of trees of so many nodes that emit `tau` tokens a step."""
+
+    profile: Profile
+    draft: DraftCost
+
+    def speedup(self, nodes: int, tau: float) -> float:
+        plain = self.profile.at(1) + self.draft.host_s
+        return tau * plain / step_seconds(self.profile, self.draft, 1 + nodes, nodes)
+
+
+def tree(asked: Asked) -> int:
+    """Measure, choose, tell, write."""
+    if asked.output.exists():
+        raise UserError(f"output={asked.output} is there already; name another file or delete that one")
+    if not (asked.run / "result.json").exists():
+        raise UserError(f"{asked.run} holds no result.json; name the folder of a run")
+    run = Run(asked.run, read_result(asked.run / "result.json"))
+    used, costs = _shape(run), _costs(run)
+    steps = Log(run).steps
+    if any(step.accepted and not step.ranks for step in steps):
+        raise UserError(f"the events of {asked.run} tell no ranks, as those of an earlier version: run it again")
+    accept = measured(steps)
+    if not accept:
+        raise UserError(f"nothing was drafted in {asked.run}, so nothing is known of any rank: run more prompts")
+    chosen = _chosen(accept, asked, costs)
+    tau = expected(accept, chosen)
+
+    console = Console(highlight=False, markup=False)
+    drafter = str(run.at("config.drafting._target_"))
+    title = f"{drafter.rpartition('.')[2]} on {run.at('prompts')} prompts of {asked.run}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(_rates(accept))
+    console.print()
+    console.print(_sizes(accept, costs, len(chosen)))
+    was = f"expected τ {expected(accept, used):.2f}, measured {acceptance(steps)['tokens_per_step']:.2f}"
+    console.print(f"\nthe run's own tree of {len(used)} nodes: {was}")
+    if not len(chosen):
+        raise UserError("no tree pays at these costs, so none is written: drafting=none, or nodes=N for the best of N")
+    about = {
+        "drafter": drafter,
+        **{name: run.at(path) for name, path in _ORIGIN.items()},
+        "steps": len(steps),
+        "accept": [[round(rate, 4) for rate in rates] for rates in accept],
+        "chosen": "the fastest by T(k)" if asked.nodes is None else f"the best of {asked.nodes} nodes",
+        "expected_tokens_per_step": round(tau, 4),
+        "predicted_speedup": None if costs is None else round(costs.speedup(len(chosen), tau), 4),
+    }
+    try:
+        asked.output.parent.mkdir(parents=True, exist_ok=True)
+        write_tree(asked.output, chosen, about)
+    except OSError as error:
+        raise UserError(f"output={asked.output} cannot be written ({error.strerror}); name another file") from error
+    size = f"{len(chosen)} nodes, {chosen.depth} deep, expected τ {tau:.2f}"
+    console.print(f"written to {asked.output}: {size}; drafting.tree={asked.output} takes it", soft_wrap=True)
+    return 0
+
+
+def _shape(run: Run) -> TreeShape:
+    """The static tree of the run's drafter, if its events tell ranks."""
+    trusted = tuple(run.at("config.trusted") or ())
+    settings = Constructor(trusted).build(run.at("config.drafting"), object, "drafting")
+    shape = settings.shape if isinstance(settings, HasTree) else None
+    if shape is None:
+        name = type(settings).__name__
+        raise UserError(f"{run.folder}: {name} filled no static tree; medusa, token_recycling and eagle.tree do")
+    if not shape.dense:
+        raise UserError(
+            f"the tree of {run.folder} leaves out likelier ranks, so its events do not tell which was kept: measure "
+            "with a cartesian one, such as drafting.tree=[8,4,4,2]"
+        )
+    return shape
+
+
+def _costs(run: Run) -> Costs | None:
+    """As `profile=true` measured them."""
+    if (known := run.at("profile")) is None:
+        return None
+    seconds = {int(k): float(s) for k, s in known["seconds"].items()}
+    return Costs(Profile(known["context"], seconds), DraftCost(**known["draft"]))
+
+
+def _chosen(accept: Sequence[Sequence[float]], asked: Asked, costs: Costs | None) -> TreeShape:
+    if asked.nodes is not None:
+        return optimal(accept, asked.nodes)
+    if costs is None:
+        raise UserError(f"{asked.run} measured no T(k), so no size is the fastest: nodes=N, or run with profile=true")
+    return fastest(accept, costs.profile, costs.draft, most=MOST)
+
+
+def _rates(accept: Sequence[Sequence[float]]) -> Table:
+    """How often each rank is right at each depth."""
+    most = min(_RANKS, max(map(len, accept)))
+    table = columns("right at depth", *(f"rank {r}" for r in range(most)))
+    for depth, rates in enumerate(accept, 1):
+        table.add_row(str(depth), *(percent(rate) for rate in rates[:most]), *("–",) * (most - len(rates)))
+    return table
+
+
+def _sizes(accept: Sequence[Sequence[float]], costs: Costs | None, chosen: int) -> Table:
+    """What the best trees of a few sizes come to, the chosen one among them."""
+    table = columns("nodes", "depth", "expected τ", *(("predicted speedup",) if costs else ()), "")
+    for nodes in sorted({*SIZES, chosen} - {0}):
+        found = optimal(accept, nodes)
+        if len(found) < nodes:  # no more are known
+            break
+        tau = expected(accept, found)
+        predicted = (f"{costs.speedup(nodes, tau):.2f}×",) if costs else ()
+        mark = "written" if nodes == chosen else ""
+        table.add_row(str(nodes), str(found.depth), f"{tau:.2f}", *predicted, mark)
+    return table
