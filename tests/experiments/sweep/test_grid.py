@@ -206,5 +206,6 @@ def test_every_drafter_is_in_an_experiment(composer: Composer):
     swept = {config.resolved["drafting"]["_target_"] for config in composed(cells, composer)}
     files = composer.options["drafting"].values()
     contents = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
-    untrained = {name: content["_target_"] for name, content in contents.items() if not {"path", "datastore"} & content.keys()}
+    needy = {"path", "datastore"}
+    untrained = {name: content["_target_"] for name, content in contents.items() if not needy & content.keys()}
     assert {name for name, target in untrained.items() if target not in swept} == set()
