@@ -21,7 +21,7 @@ from ..decoding.noise import Noise
 from .second_model import Reader, Reading, by_cache
 
 WINDOW = 32  # of the target's last tokens, at least so many are encoded anew
-MARGIN = 4  # of the draft's last tokens, so many may come out otherwise once more text follows
+MARGIN = 2  # of the last tokens of the draft model: more text hardly ever makes others of more than these
 LONGER = 2  # tokens of the draft model that there is room for a token of the target's; a text of more moves on
 _UNFINISHED = "\ufffd"  # what a decoder makes of a character that lacks bytes
 

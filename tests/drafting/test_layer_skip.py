@@ -190,6 +190,7 @@ def test_a_file_is_read_for_its_own_target(tmp_path: Path, four_layers: Source):
     file.write_text(json.dumps(found | {"target": four_layers.digest, "skip": [1, 2]}))
     assert settings.check(four_layers) == []
     assert settings.layers(tiny_decoder(num_hidden_layers=4).config.layout) == (0, 3)
+    assert (settings.files, replace(settings, skip=(1,)).files) == ((file,), ())
     assert replace(settings, skip=None, exit=2).check(four_layers) == []
 
 
