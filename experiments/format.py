@@ -3,7 +3,26 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+BUSY = 1.0  # load average before a run: something else wants a core
+NOISY = "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
+BUSY_MARK = "‡"  # behind a row whose speed is of such a run
 _POSITIONS = 4  # of a draft, that are told
+
+
+def is_busy(result: Mapping[str, Any]) -> bool:
+    """Whether the speed in a result.json is that of a machine that did something else as well."""
+    if (result.get("speedup") or {}).get("value") is None or result.get("replay"):
+        return False
+    load = (result.get("provenance") or {}).get("load_before")
+    return NOISY in (result.get("warnings") or ()) or (isinstance(load, int | float) and load > BUSY)
+
+
+def busy_note(results: Sequence[Mapping[str, Any]], what: str) -> str | None:
+    """Of rows that stand in one table; `what` they are, in the plural."""
+    noisy = sum(map(is_busy, results))
+    if not noisy:
+        return None
+    return f"{BUSY_MARK} {noisy} of {len(results)} {what} ran on a busy machine: their speeds are noisy"
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:

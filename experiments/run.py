@@ -22,6 +22,7 @@ from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
 from .files import read_result, write_result
+from .format import BUSY, NOISY
 from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
@@ -37,7 +38,6 @@ from .tracking import RunInfo, Running, Tracker
 PROFILED = 3  # prompts from which the draft's cost is taken
 CODES = {"done": 0, "broken": 1, "failed": 1, "interrupted": 130}  # of the command, by the run's status
 UNFINISHED = ("interrupted", "failed")
-BUSY = 1.0  # load average before the run: something else wants a core
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 
 
@@ -200,9 +200,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                     timed = config.timing != "untimed"
                     peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if timed else None
                     if peaks is not None and (not peaks.quiet or (load_before or 0.0) > BUSY):
-                        notes.append(
-                            "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
-                        )
+                        notes.append(NOISY)
                     measured = measure(
                         lab,
                         what.task,
@@ -308,8 +306,8 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
         with config.tracking.open(info) as tracker:
             try:
                 tokenizer = what.source.tokenizer if what.source else tokenizer_of(recording.model, watch.step)
-                samples = recorded(recording, config.task, tokenizer)
                 resources = Resources(None, tokenizer, config.acceptance.law(), watch.step)
+                samples = recorded(recording, config.task, resources)
                 measured = carry_out(config.drafting, samples, resources, watch.step)
             except BaseException:
                 with suppress(OSError):  # it is empty

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ...decoding import cost
 from ..files import read_lines
-from ..format import percent
-from .explain import BUSY, Log
+from ..format import BUSY, percent
+from .explain import Log
 from .load import Run
 from .rows import drafter, model, task
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...decoding.errors import UserError
+from ..files import result_files
 
+_NAMED = 20  # runs, of a folder that holds more
 USAGE = "decodelab report DIR… [--against DIR] [output=DIR], report explain RUN, or report claims DIR…"
 HELP = f"""decodelab report: runs side by side
 
@@ -70,8 +72,7 @@ def read(words: Sequence[str]) -> Asked:
 
 
 def report(asked: Asked) -> int:
-    from rich.console import Console
-
+    from ..columns import stdout
     from . import tables
     from .changes import compare
     from .html import page
@@ -90,7 +91,7 @@ def report(asked: Asked) -> int:
             raise UserError(f"--against: {'; '.join(reference.notes) or f'no cell of {asked.against} has a result'}")
         labels = {row.run.folder: row.label for group in groups for row in group.rows}
         against = compare(found.runs, reference.runs, str(asked.against), labels, reference.notes)
-    console = Console(highlight=False, markup=False)
+    console = stdout()
     tables.show(groups, found, against, console)
     made = {"report.md": tables.markdown, "report.csv": tables.comma_separated, "report.html": page}
     for name, make in made.items():
@@ -128,10 +129,23 @@ def _explain(words: Sequence[str]) -> int:
         raise UserError(f"explain takes the folder of one run, got {len(words)}: decodelab report explain RUN")
     folder = Path(words[0]).expanduser()
     if not (folder / "result.json").exists():
-        raise UserError(f"{folder} holds no result.json; name the folder of a run")
+        raise UserError(_which(folder))
     for line in explain(folder):
         print(line)
     return 0
+
+
+def _which(folder: Path) -> str:
+    """What to name instead of a folder that is no run."""
+    from ..sweep.cells import scan
+
+    labels = {cell.folder: f" ({cell.job.label})" for cell in scan(folder)}
+    runs = [file.parent for file in result_files(folder)]
+    if not runs:
+        return f"{folder} holds no result.json; name the folder of a run"
+    named = ", ".join(f"{run}{labels.get(run, '')}" for run in runs[:_NAMED])
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    return f"{folder} is not a run, but holds {len(runs)}; name one of them: {named}{more}"
 
 
 def _claims(words: Sequence[str]) -> int:

@@ -13,10 +13,9 @@ from typing import Any
 from ...decoding import cost
 from ...decoding.events import Step
 from ..files import read_lines, read_result
-from ..format import percent, positions, seconds
+from ..format import BUSY, percent, positions, seconds
 from .load import Run
 
-BUSY = 1.0  # load average before the run
 _WORTH = 0.03  # of the speedup: less is not told
 _FEW = 3  # steps from which a time is taken
 _LENGTHS = ("max_draft", "copy")  # what the drafters call the length of a draft
@@ -199,7 +198,8 @@ def _outcome(log: Log) -> Iterator[str]:
         tokens += f" ÷ {plain.burst:.2f} of plain decoding"
     yield (
         f"= {tokens} × {seconds(plain.step)} of a plain step ÷ {seconds(ours.step)} of a step: a step costs "
-        f"{ours.step / plain.step:.2f} plain ones and pays from as many tokens on"
+        f"as much as {ours.step / plain.step:.2f} plain ones, so it pays where it emits more than "
+        f"{plain.burst * ours.step / plain.step:.2f} tokens"
     )
 
 

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..files import NOT_IN_KEY
+from ..statistics import LEAST
 from .load import Run, at, number_at
 
 FAITHFUL = ("exact", "near-tie", "same law")  # the target's own output, or its law
@@ -38,17 +40,20 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Measure:
     """One task's main metric. Scores under equal measures may be compared: `asked` holds the task's digest and how it
-    was put to the model. `decodes`: the strategy made the answers; else the score is the model's alone."""
+    was put to the model. `decodes`: the strategy made the answers; else the score is the model's alone. `scorer`: what
+    gave the metric, where it is not called like it."""
 
     task: str
     metric: str
     asked: str
     higher: bool = True
     decodes: bool = True
+    scorer: str = ""
 
     @property
     def title(self) -> str:
-        return f"{self.task} {self.metric}" + ("" if self.decodes else ", model only")
+        scorer = f" ({_cut(self.scorer)})" if self.scorer else ""
+        return f"{self.task} {self.metric}{scorer}" + ("" if self.decodes else ", model only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,10 @@ class Row:
 
     @property
     def comparable(self) -> bool:
-        """Whether it may dominate another row, or be dominated: a whole run whose output is what it should be."""
-        return self.speed is not None and self.status == "done" and self.verdict not in (None, "broken")
+        """Whether it may dominate another row, or be dominated: a whole run whose output is what it should be, of
+        enough prompts for an interval."""
+        few = self.speedup.n is not None and self.speedup.n < LEAST
+        return self.speed is not None and not few and self.status == "done" and self.verdict not in (None, "broken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,18 +246,32 @@ def _shown(value: Any) -> str:
         text = "+".join(_part(item) if isinstance(item, Mapping) else _shown(item) for item in value)
     else:
         text = _plain(value)
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]}…{text[-_LONGEST // 2 :]}"
 
 
 def _numbered(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """A configuration that was run again is #2, in the order of time."""
+    """Runs of one configuration are #1, #2, … in the order of time, each with its folder."""
     order = sorted(range(len(runs)), key=lambda i: (str(runs[i].at("provenance.started_at")), str(runs[i].folder)))
     out, seen = list(labels), dict.fromkeys(labels, 0)
     for i in order:
         seen[labels[i]] += 1
-        if seen[labels[i]] > 1:
-            out[i] = f"{labels[i]} #{seen[labels[i]]}"
+        if labels.count(labels[i]) > 1:
+            same = [runs[j].folder for j, label in enumerate(labels) if label == labels[i]]
+            out[i] = f"{labels[i]} #{seen[labels[i]]} in {_apart(runs[i].folder, same)}"
     return out
+
+
+def _apart(folder: Path, among: Sequence[Path]) -> str:
+    """As much of the end of its path as no other has."""
+    for depth in range(1, len(folder.parts)):
+        end = folder.parts[-depth:]
+        if sum(other.parts[-depth:] == end for other in among) == 1:
+            return "/".join(end)
+    return str(folder)
 
 
 # --- quality
@@ -269,7 +290,9 @@ def _scores(run: Run) -> dict[Measure, Value]:
             asked = {k: v for k, v in settings.items() if k != "batch"} if isinstance(settings, Mapping) else {}
             question = _plain([at(found, "digest"), asked, at(found, "n")])
             higher, decodes = at(found, "higher_is_better") is not False, at(found, "measures") != "model only"
-            out[Measure(str(name), str(main), question, higher, decodes)] = value
+            scorer = asked.get("scorer")
+            named = str(scorer) if scorer not in (None, main) else ""
+            out[Measure(str(name), str(main), question, higher, decodes, named)] = value
     return out
 
 

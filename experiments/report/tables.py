@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ..format import interval, number, percent, seconds, size
+from .. import columns as fitted
+from ..format import BUSY_MARK, busy_note, interval, is_busy, number, percent, seconds, size
 from .changes import Change, Comparison
 from .load import Found, at, number_at
 from .rows import Group, Measure, Row, Value
@@ -19,16 +20,15 @@ DOMINATED = (
     "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide; "
     "where intervals overlap, it may be chance"
 )
-_LABEL, _SCORE = 22, 26  # columns of a terminal that a label and a score with its interval take
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`least`: the width of a terminal that has room for it; None: only pages have."""
+    """`rank`: where a terminal has no room the highest is left out first, and 0 never; None stands on pages alone."""
 
     title: str
     show: Callable[[Row], str]
-    least: int | None = None
+    rank: int | None = None
 
 
 def _number(path: str, digits: int = 2, unit: str = "") -> Callable[[Row], str]:
@@ -40,15 +40,15 @@ def _interval(path: str) -> Callable[[Row], str]:
 
 
 COLUMNS: Sequence[Column] = (
-    Column("speedup [95 %]", _interval("speedup"), 0),
+    Column("speedup [95 %]", _interval("speedup"), 1),
     Column("predicted", _number("predicted_speedup", 2, "×")),
-    Column("end to end [95 %]", _interval("end_to_end_speedup"), 130),
-    Column("τ", _number("strategy.tokens_per_step"), 0),
-    Column("acceptance", lambda row: percent(row.run.number("strategy.acceptance_rate")), 0),
+    Column("end to end [95 %]", _interval("end_to_end_speedup"), 7),
+    Column("τ", _number("strategy.tokens_per_step"), 2),
+    Column("acceptance", lambda row: percent(row.run.number("strategy.acceptance_rate")), 3),
     Column("output", lambda row: _output(row), 0),
-    Column("tokens/s", _number("strategy.tokens_per_second", 1), 90),
-    Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 106),
-    Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 106),
+    Column("tokens/s", _number("strategy.tokens_per_second", 1), 4),
+    Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 6),
+    Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 5),
 )
 MEMORY: Sequence[Column] = (
     Column("weights", lambda row: size(row.run.number("memory.weights_bytes"))),
@@ -91,7 +91,8 @@ def score(found: Value) -> str:
 
 def mark(row: Row) -> str:
     """Behind a label."""
-    return "" if row.dominated is None else " †"
+    dominated = "" if row.dominated is None else " †"
+    return dominated + (f" {BUSY_MARK}" if is_busy(row.run.result) else "")
 
 
 def notes(group: Group) -> list[str]:
@@ -99,6 +100,8 @@ def notes(group: Group) -> list[str]:
     said = [RANKED.format(speed=group.speed)]
     if any(row.dominated for row in group.rows):
         said.append(f"† {DOMINATED}")
+    if (busy := busy_note([row.run.result for row in group.rows], "runs")) is not None:
+        said.append(busy)
     if any(row.run.at("replay") for row in group.rows):
         said.append(REPLAYED)
     kinds = sorted({str(kind) for row in group.rows if (kind := row.run.at("baseline.kind")) is not None})
@@ -107,7 +110,9 @@ def notes(group: Group) -> list[str]:
             f"baseline: {kinds[0]}" if len(kinds) == 1 else f"baseline: the faster in each run, {' or '.join(kinds)}"
         )
     apart = {m.title for m in group.measures if [o.title for o in group.measures].count(m.title) > 1}
-    said += [f"{name} stands more than once: its items, shots, template or limit differ" for name in sorted(apart)]
+    said += [
+        f"{name} stands more than once: its items, shots, template, scorer or limit differ" for name in sorted(apart)
+    ]
     return said
 
 
@@ -115,28 +120,31 @@ def notes(group: Group) -> list[str]:
 
 
 def show(groups: Sequence[Group], found: Found, against: Comparison | None, console: Any) -> None:
-    """Print it all; tables fit into the terminal."""
+    """Print it all; tables fit into the terminal, whatever is left out of them is named."""
     from rich.text import Text
 
     for group in groups:
         console.print(Text(group.title, style="bold"))
         console.print(Text(" · ".join(filter(None, (group.machine, group.shared)))))
-        width = console.width
-        _print(console, group, [c for c in COLUMNS if c.least is not None and c.least <= width])
-        some = _scores(group)
-        at_once = max(1, (width - _LABEL) // _SCORE)
-        for begin in range(0, len(some), at_once):
-            _print(console, group, some[begin : begin + at_once])
+        speed = [column for column in COLUMNS if column.rank is not None]
+        scored = [column for column in _scores(group) if _says(column, group.rows)]
+        if not scored or any(_says(column, group.rows) for column in speed):
+            # a run of quality alone stands in the table of scores
+            _print(console, [row for row in group.rows if not row.scores or _told_of(row, speed)], speed)
+        for some in _packed(scored, group.rows, console.width):
+            _print(console, [row for row in group.rows if _told_of(row, some)], some)
         for note in notes(group):
             console.print(Text(note, style="dim"))
         console.print()
     if found.unfinished:
         cells = [_told(cell) for cell in found.unfinished]
-        _print_table(console, ("cells without a result", "status", "why"), cells, words=True)
+        _print_words(console, ("cells without a result", "status", "why"), cells)
         console.print()
     if against is not None:
-        for titles, lines in changes(against, brief=console.width < _WIDE):
-            _print_table(console, titles, lines)
+        for titles, lines in changes(against):
+            cells = list(zip(*lines, strict=True))
+            made = [fitted.Column(t, c, _LEFT_OUT.get(t, 0)) for t, c in zip(titles, cells, strict=True)]
+            _print_fitted(console, made)
         for note in against.notes:
             console.print(Text(note, style="dim"))
 
@@ -145,21 +153,50 @@ def _told(cell: Any) -> tuple[str, str, str]:
     return (cell.label, cell.status, cell.reason or "–")
 
 
-def _print(console: Any, group: Group, some: Sequence[Column]) -> None:
-    said = [c for c in some if any(c.show(row) != "–" for row in group.rows)]
-    lines = [(f"{row.label}{mark(row)}", *(c.show(row) for c in said)) for row in group.rows]
-    _print_table(console, ("strategy", *(c.title for c in said)), lines)
+def _says(column: Column, rows: Sequence[Row]) -> bool:
+    return any(column.show(row) != "–" for row in rows)
 
 
-def _print_table(console: Any, titles: Sequence[str], lines: Sequence[Sequence[str]], *, words: bool = False) -> None:
+def _told_of(row: Row, some: Sequence[Column]) -> bool:
+    return any(column.show(row) != "–" for column in some)
+
+
+def _fitted(some: Sequence[Column], rows: Sequence[Row]) -> list[fitted.Column]:
+    names = fitted.Column("strategy", [f"{row.label}{mark(row)}" for row in rows])
+    return [names, *(fitted.Column(c.title, [c.show(row) for row in rows], c.rank or 0) for c in some)]
+
+
+def _packed(some: Sequence[Column], rows: Sequence[Row], width: int) -> Iterator[list[Column]]:
+    """As many tables as it takes to show all of the columns."""
+    pack: list[Column] = []
+    for column in some:
+        if pack and not fitted.fit(_fitted([*pack, column], rows), width, folded=True):
+            yield pack
+            pack = []
+        pack.append(column)
+    if pack:
+        yield pack
+
+
+def _print(console: Any, rows: Sequence[Row], some: Sequence[Column]) -> None:
+    _print_fitted(console, _fitted([column for column in some if _says(column, rows)], rows))
+
+
+def _print_fitted(console: Any, columns: Sequence[fitted.Column]) -> None:
+    made, left = fitted.table(columns, console.width)
+    console.print(made)
+    if left:
+        console.print(left, style="dim")
+
+
+def _print_words(console: Any, titles: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for i, name in enumerate(titles):
-        least = min(_LABEL, max((len(line[0]) for line in lines), default=0)) if i == 0 else None
-        table.add_column(name, overflow="fold", justify="left" if words or i == 0 else "right", min_width=least)
+    for name in titles:
+        table.add_column(name, overflow="fold")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     console.print(table)
@@ -239,9 +276,12 @@ def _lines(group: Group, against: Comparison | None) -> Iterator[dict[str, Any]]
     for row in group.rows:
         line: dict[str, Any] = {"group": group.title, "strategy": row.label, "dominated_by": row.dominated}
         line |= {path: row.run.at(path) for path in _PATHS}
+        warnings = row.run.at("warnings")
+        line["warnings"] = "; ".join(map(str, warnings)) if isinstance(warnings, list) else None
         for measure in group.measures:
             found = row.scores.get(measure, Value())
-            name = f"quality.{measure.task}.{measure.metric}"
+            scorer = f" ({measure.scorer})" if measure.scorer else ""
+            name = f"quality.{measure.task}.{measure.metric}{scorer}"
             if name in line and line[name] is not None:
                 continue  # the same task, asked otherwise: the row has one of the two
             line |= {name: found.value, f"{name}.low": found.low, f"{name}.high": found.high}
@@ -256,15 +296,17 @@ def _lines(group: Group, against: Comparison | None) -> Iterator[dict[str, Any]]
 # --- changes
 
 _CHANGED = ("cell", "time per token", "plain decoding", "same outputs", "speedup", "τ", "acceptance", "output")
-_WIDE, _BRIEF = 130, 4  # columns of a terminal that has room for all of these, and what a narrower one shows
 _SCORED = ("cell", "task", "score", "difference [95 %]", "p", "better / worse", "verdict")
+# What a terminal without room leaves out, the highest first.
+_LEFT_OUT = {"acceptance": 5, "τ": 4, "speedup": 3, "plain decoding": 2, "same outputs": 1,
+             "p": 3, "better / worse": 2, "score": 1}  # fmt: skip
 
 
-def changes(against: Comparison, brief: bool = False) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
+def changes(against: Comparison) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
     """Of speed, then of quality: titles and lines of each table that has any."""
-    most = _BRIEF if brief else len(_CHANGED)
-    if speed := [_changed(change)[:most] for change in against.changes]:
-        yield _CHANGED[:most], speed
+    lines = [_changed(change) for change in against.changes]
+    if speed := [line for line in lines if set(line[1:]) != {"–"}]:
+        yield _CHANGED, speed
     quality: list[Sequence[str]] = [line for change in against.changes for line in _rescored(change)]
     if quality:
         yield _SCORED, quality

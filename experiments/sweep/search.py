@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from ...decoding.errors import UserError
+from ..columns import Column, fit, stdout, table
 from ..compose import Composer
-from ..format import number
+from ..format import BUSY_MARK, busy_note, is_busy, number
 from .cells import CellOutcome, Runner
 from .grid import Cell, written
 from .process import Worker
 from .settings import VERDICTS, Bound, Choices, Range, SearchSettings
+from .show import short_name
 from .sweep import StartWorker, Sweep, folder_of, settings_of
 
 if TYPE_CHECKING:
@@ -70,20 +70,22 @@ def search(
     check_space(job, config, overrides, composer)
     whole = settings_of([config])
     folder = folder_of(whole.output, job, overrides, config_dirs)
-    trials, interrupted = list[Trial](), False
+    trials, interrupted, most = list[Trial](), False, count(settings)
     with Sweep(folder, job, whole, config_dirs, start_worker) as sweep:
+        sweep.foresee(most, f"a search of {most} trials (search.trials={settings.trials})")
         try:
             for trial in look(sweep, settings, _base(overrides), config.resolved):
                 trials.append(trial)  # what came before an interrupt is kept
         except KeyboardInterrupt:
             interrupted = True
-    console = Console(highlight=False, markup=False)
+    console = stdout()
     kept = [word for word in overrides if _first(word) not in _OF_THE_SEARCH]
     off = ["search=null"] if composer.compose([*kept]).search is not None else []
     dirs = [word for path in config_dirs for word in ("--config-dir", str(path))]
-    for text in told(trials, settings, ["decodelab", job, *dirs, *kept, *off]):
+    for text in told(trials, settings, ["decodelab", job, *dirs, *kept, *off], console.width):
         console.print(text, soft_wrap=isinstance(text, str))
-    console.print(f"{len(trials)} trials, in {folder}", soft_wrap=True)
+    todo = "" if len(trials) == most else f"; the same command with output={folder} goes on with the others"
+    console.print(f"{len(trials)} of {most} trials, in {folder}{todo}", soft_wrap=True)
     return 130 if interrupted else int(best(trials, settings) is None)
 
 
@@ -137,7 +139,7 @@ def look(
         study.enqueue_trial(first)
     tried: dict[tuple[str, ...], Trial] = {}
     for _ in range(_ASKED * settings.trials):
-        if len(tried) >= min(settings.trials, math.prod(map(_size, space.values()))):
+        if len(tried) >= count(settings):
             return
         asked = study.ask()
         words = tuple(f"{key}={written(_drawn(asked, key, dimension), key)}" for key, dimension in space.items())
@@ -155,6 +157,11 @@ def look(
             study.tell(asked, state=optuna.trial.TrialState.FAIL)
         else:
             study.tell(asked, trial.value)
+
+
+def count(settings: SearchSettings) -> int:
+    """Of trials: as many as are asked for, or as the space has."""
+    return int(min(settings.trials, math.prod(map(_size, settings.dimensions().values()))))
 
 
 def _trial(words: tuple[str, ...], outcome: CellOutcome, objective: str, bounds: Mapping[str, Bound]) -> Trial:
@@ -225,12 +232,14 @@ def best(trials: Sequence[Trial], settings: SearchSettings) -> Trial | None:
     return max(within, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
 
-def told(trials: Sequence[Trial], settings: SearchSettings, command: Sequence[str]) -> Iterator[Table | str]:
+def told(
+    trials: Sequence[Trial], settings: SearchSettings, command: Sequence[str], width: int
+) -> Iterator[Table | str]:
     """The trials, the best of them as a command line, and how much that is to be believed."""
     if not trials:
         return
     found = best(trials, settings)
-    yield _table(trials, settings, found)
+    yield from _table(trials, settings, found, width)
     if found is None:
         yield "no trial is within the bounds" if any(t.value is not None for t in trials) else "no trial was finished"
         return
@@ -245,22 +254,26 @@ def told(trials: Sequence[Trial], settings: SearchSettings, command: Sequence[st
     yield f"  {shlex.join([*command, *found.words])}"
 
 
-def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | None) -> Table:
-    bounds = [name for name in settings.bounds() if name != "exactness"]
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    out.add_column("", justify="right")
+def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | None, width: int) -> Iterator[Table | str]:
+    results = [trial.outcome.result or {} for trial in trials]
     names = [key.rpartition(".")[2] for key in settings.space]
-    for key, name in zip(settings.space, names, strict=True):
-        out.add_column(name if names.count(name) == 1 else key, justify="right", overflow="fold")
-    for name in (settings.objective, *bounds, "output"):
-        out.add_column(name, justify="right")
-    out.add_column("")
-    for place, trial in enumerate(trials, 1):
-        values = [word.partition("=")[2] for word in trial.words]
-        result = trial.outcome.result or {}
-        numbers = [_shown(trial, settings.objective), *(number(number_at(result, name), _PLACES) for name in bounds)]
-        out.add_row(str(place), *values, *numbers, _output(result), _remark(trial, found))
-    return out
+    values = [[word.partition("=")[2] for word in trial.words] for trial in trials]
+    keys = [
+        Column(name if names.count(name) == 1 else key, [row[i] for row in values])
+        for i, (key, name) in enumerate(zip(settings.space, names, strict=True))
+    ]
+    outcome = [Column(settings.objective, [_shown(trial, settings.objective) for trial in trials])]
+    for rank, name in enumerate(settings.bounds(), 1):
+        if name != "exactness":
+            outcome.append(Column(name, [number(number_at(one, name), _PLACES) for one in results], rank))
+    outcome.append(Column("output", list(map(_output, results))))
+    outcome.append(Column("", [_remark(trial, found) for trial in trials], right=False))
+    columns = [Column("", [str(place) for place, _ in enumerate(trials, 1)]), *keys, *outcome]
+    if not fit(columns, width):
+        columns = [Column("trial", [short_name(" ".join(trial.words)) for trial in trials]), *outcome]
+    made, left = table(columns, width)
+    yield made
+    yield from filter(None, (left, busy_note([one for one in results if one], "trials")))
 
 
 def _output(result: Mapping[str, Any]) -> str:
@@ -270,7 +283,8 @@ def _output(result: Mapping[str, Any]) -> str:
 def _remark(trial: Trial, found: Trial | None) -> str:
     if trial.value is None:
         return f"no {trial.lacks}" if trial.lacks else trial.outcome.status
-    said = ["as configured"] if trial.configured else []
+    said = [BUSY_MARK] if is_busy(trial.outcome.result or {}) else []
+    said += ["as configured"] if trial.configured else []
     return ", ".join([*said, *(["best"] if trial is found else [] if trial.within else ["out of bounds"])])
 
 

@@ -4,18 +4,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.status import Status as Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ..format import interval, number, percent
+from ..columns import Column, fit
+from ..columns import table as fitted
+from ..format import BUSY_MARK, busy_note, interval, is_busy, number, percent
 from .cells import LOG, CellOutcome
 
 _STYLE = {"done": "green", "interrupted": "yellow", "not started": "yellow"}  # the others are red
 _WIDEST = 500  # characters of a reason
-_NARROWEST = 14  # characters of a value in the table, where it is as long
+# What is left out of a table that has no room, the highest first.
+_RANKS = {"speedup [95 %]": 1, "τ": 3, "accepted": 4, "output": 0, "quality": 2, "time": 5}
 
 
 class Display:
@@ -69,29 +71,40 @@ def line(outcome: CellOutcome) -> str:
     return f"{' '.join(words)}: {outcome.label}{f' – {_short(outcome.detail)}' if outcome.detail else ''}"
 
 
-def table(outcomes: Sequence[CellOutcome]) -> Table:
-    """A row a cell: the values that it has of its own, how it went, what it found. What none has is no column."""
-    asked = [_asked(outcome.label) for outcome in outcomes]
+def table(outcomes: Sequence[CellOutcome], width: int) -> Iterator[Table | str]:
+    """A row a cell: the values that it has of its own, how it went, what it found. What none has is no column. Where a
+    terminal has no room for a column a key, the values stand in one; then come notes."""
     found = [_numbers(outcome) for outcome in outcomes]
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = [name for name in _RANKS if any(row[name] != "–" for row in found)]
+    status = Column("status", [_status(outcome) for outcome in outcomes], right=False)
+    results = [status, *(Column(name, [row[name] for row in found], _RANKS[name]) for name in shown)]
+    asked = [_asked(outcome.label) for outcome in outcomes]
     axes = list(dict.fromkeys(key for words in asked for key in words))
-    for key in axes:
-        longest = max(len(words.get(key, "")) for words in asked)
-        out.add_column(key, overflow="fold", min_width=min(longest, _NARROWEST))
-    out.add_column("status", no_wrap=True)
-    shown = [name for name in found[0] if any(row[name] != "–" for row in found)]
-    for name in shown:
-        out.add_column(name, justify="right", no_wrap=True)
-    for outcome, words, row in zip(outcomes, asked, found, strict=True):
-        status = Text(outcome.status + ("*" if outcome.stale else ""), style=_STYLE.get(outcome.status, "bold red"))
-        out.add_row(*(words.get(key, "") for key in axes), status, *(row[name] for name in shown))
-    return out
+    columns = [*(Column(key, [words.get(key, "") for words in asked], right=False) for key in axes), *results]
+    if not fit(columns, width):
+        columns = [Column("cell", [short_name(outcome.label) for outcome in outcomes]), *results]
+    made, left = fitted(columns, width)
+    yield made
+    yield from filter(None, (left, busy_note([o.result for o in outcomes if o.result is not None], "cells")))
+
+
+def _status(outcome: CellOutcome) -> Text:
+    marks = ("*" if outcome.stale else "") + (BUSY_MARK if is_busy(outcome.result or {}) else "")
+    return Text(outcome.status + marks, style=_STYLE.get(outcome.status, "bold red"))
 
 
 def _asked(label: str) -> dict[str, str]:
     """The label's values by their keys; one of another form stands as it is."""
     words = [word.partition("=") for word in label.split(" ")]
     return {key: value for key, _, value in words} if all(equals for _, equals, _ in words) else {"cell": label}
+
+
+def short_name(label: str) -> str:
+    """The label of a cell as a report has it: the drafter first, its keys without their group."""
+    words = [word.partition("=") for word in label.split(" ")]
+    first = [value for key, _, value in words if key == "drafting"]
+    others = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in words if key != "drafting"]
+    return " ".join([*first, *others])
 
 
 def reasons(outcomes: Sequence[CellOutcome]) -> Iterator[str]:

@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from ...decoding.errors import UserError
+from ..columns import stdout
 from ..compose import Composer
 from ..files import MIRRORED, NOT_IN_KEY, write_atomic
 from .cells import LOG, RESULT, CellOutcome, Found, Job, State, Status, last_line, read, scan, write
@@ -64,9 +63,10 @@ def sweep(
         except KeyboardInterrupt:
             code = 130
         others = at.others()
-    console = Console(highlight=False, markup=False)
+    console = stdout()
     outcomes = at.outcomes
-    console.print(table(outcomes))
+    for part in table(outcomes, console.width):
+        console.print(part)
     for text in (*reasons(outcomes), *others):
         console.print(text, soft_wrap=True)
     if any(outcome.stale for outcome in outcomes):
@@ -212,12 +212,18 @@ class Sweep:
         self._done = {one.job.key: kept for one in ordered if (kept := self._kept(one)) is not None}
         todo = [one for one in ordered if one.wrong is None and one.job.key not in self._done]
         wrong = sum(one.wrong is not None for one in ordered)
-        said = f"{len(ordered)} cells in {self.folder}: {len(ordered) - len(todo) - wrong} done, {len(todo)} to run"
+        cells_in = f"{len(ordered)} cell{'' if len(ordered) == 1 else 's'} in {self.folder}"
+        said = f"{cells_in}: {len(ordered) - len(todo) - wrong} done, {len(todo)} to run"
         said += f", {wrong} refused" if wrong else ""
         if todo:
             said += f"; {self._ahead(self._left()) or 'how long is unknown until the first is done'}"
         self._display.say(said)
         return ordered
+
+    def foresee(self, total: int, what: str) -> None:
+        """Of cells that come one by one, as a search asks for them; says what lies ahead."""
+        self._total = total
+        self._display.say(f"{what}, in {self.folder}")
 
     def others(self) -> list[str]:
         """What is said of cells in the folder that are not of this command."""
@@ -229,7 +235,8 @@ class Sweep:
             if one.job.label in labels
         ]
         if len(found) > len(lines):
-            lines.append(f"{len(found) - len(lines)} cells in the folder are of other commands")
+            n = len(found) - len(lines)
+            lines.append(f"{n} cell{' in the folder is' if n == 1 else 's in the folder are'} of other commands")
         return lines
 
     def plan(self, cell: Cell) -> Planned:
@@ -301,7 +308,7 @@ class Sweep:
             self._waiting.pop(key, None)
             if kept is None:
                 count = f"[{len(self._ended)}/{self._total}] " if self._total else ""
-                left = f" ({ahead})" if self._waiting and (ahead := self._ahead(self._left())) else ""
+                left = f" ({ahead})" if len(self._ended) < self._total and (ahead := self._ahead(self._left())) else ""
                 self._display.say(f"{count}{line(outcome)}{left}")
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -435,6 +442,9 @@ class Sweep:
         """Seconds until the last of the expected cells is done; None while nothing is known."""
         waiting = (one for key, one in self._waiting.items() if one.wrong is None and key not in self._done)
         todo = [self._expected(one) for one in waiting]
+        if foreseen := self._total - len(self._ended) - len(self._waiting):
+            known = [s for group in self._seconds.values() for s in group]
+            todo += [fmean(known) if known else None] * foreseen
         return None if None in todo else sum(filter(None, todo))
 
     def _ahead(self, seconds: float | None) -> str | None:

@@ -60,6 +60,7 @@ def test_words(here: Path):
         (["good", "output=file"], "file cannot be made (File exists); name another folder with output=DIR"),
         (["explain"], "explain takes the folder of one run, got 0: decodelab report explain RUN"),
         (["explain", "empty"], "empty holds no result.json; name the folder of a run"),
+        (["explain", "."], ". is not a run, but holds 1; name one of them: good"),
     ],
 )
 def test_errors_are_one_line(words: list[str], line: str, here: Path, fails: Callable[..., str]):

@@ -48,8 +48,8 @@ def test_it_is_fast_because_drafts_are_kept(told: Callable[..., list[str]]):
     lines = told(prompt(FAST))
     assert lines[:4] == [
         "4.75× as fast as the plain decoder on one prompt, too few for an interval",
-        "= 4.75 tokens a step × 10.0 ms of a plain step ÷ 10.0 ms of a step: a step costs 1.00 plain ones and pays "
-        "from as many tokens on",
+        "= 4.75 tokens a step × 10.0 ms of a plain step ÷ 10.0 ms of a step: a step costs as much as 1.00 "
+        "plain ones, so it pays where it emits more than 1.00 tokens",
         "a draft offers 4.0 tokens, of which 3.8 are kept (94 %)",
         "kept at position 1: 100 %, 2: 100 %, 3: 100 %, 4: 75 % (of the steps that drafted)",
     ]

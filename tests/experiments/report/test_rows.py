@@ -111,14 +111,19 @@ def test_a_long_value_loses_its_middle():
 
 def test_what_was_only_asked_beside_is_not_in_a_label():
     beside = {"config__output": "x", "config__profile": True, "config__timing": "untimed", "config__threads": 2}
-    assert labels(run("a"), run("b", **beside)) == ["prompt_lookup", "prompt_lookup #2"]
+    assert labels(run("a"), run("b", **beside)) == ["prompt_lookup #1 in a", "prompt_lookup #2 in b"]
 
 
 def test_a_configuration_run_again_is_numbered_in_time():
     times = {"late": "2026-01-03", "early": "2026-01-01", "middle": "2026-01-02"}
     assert labels(*(run(name, provenance__started_at=at) for name, at in times.items())) == [
-        "prompt_lookup #3", "prompt_lookup", "prompt_lookup #2",
+        "prompt_lookup #3 in late", "prompt_lookup #1 in early", "prompt_lookup #2 in middle",
     ]  # fmt: skip
+    found = group(*(run(f"out/{name}/cell", provenance__started_at=at) for name, at in times.items()), run("x/y"))
+    assert {row.label for row in found.rows} == {
+        "prompt_lookup #1 in early/cell", "prompt_lookup #2 in y", "prompt_lookup #3 in middle/cell",
+        "prompt_lookup #4 in late/cell",
+    }  # fmt: skip
 
 
 def test_settings_of_the_python_interface_are_named_too():
@@ -223,6 +228,10 @@ def errors(value: float) -> dict[str, Any]:
         (row(2.0), row(None), False),
         (row(2.0, status="interrupted"), row(1.5), False),
         (row(2.0, None), row(1.5), False),
+        # of too few prompts for an interval
+        (row(2.0), row(1.5, speedup__n=4), False),
+        (row(2.0, speedup__n=4), row(1.5), False),
+        (row(2.0, speedup__n=5), row(1.5, speedup__n=5), True),
     ],
 )  # fmt: skip
 def test_dominates(a: Row, b: Row, expected: bool):

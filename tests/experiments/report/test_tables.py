@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decodelab.experiments.report.changes import compare
+from decodelab.experiments.format import NOISY
+from decodelab.experiments.report.changes import Change, Comparison, compare
 from decodelab.experiments.report.load import Found, Run, Unfinished, at
 from decodelab.experiments.report.rows import Value, grouped
 from decodelab.experiments.report.tables import comma_separated, markdown, score, show
@@ -22,7 +23,7 @@ def rows() -> tuple[Run, ...]:
     return (
         run("a", speedup=interval(3.0, 2.5, 3.5), quality=quality(gsm=0.625, mmlu=0.5)),
         run("b", config__drafting__max_draft=4, exactness__verdict="broken", status="broken", speedup=interval(9.0)),
-        run("c", config__drafting__max_draft=8, speedup=interval(1.25, n=3), memory__peak_bytes=None),
+        run("c", config__drafting__max_draft=8, speedup=interval(1.25, 1.1, 1.4), memory__peak_bytes=None),
     )
 
 
@@ -37,13 +38,15 @@ def test_the_terminal():
     lines = terminal(rows(), CELLS)
     assert max(map(len, lines)) <= 80
     assert lines[0] == "tiny · float32 · demo"
-    assert [" ".join(line.split()) for line in lines[2:7]] == [
-        "strategy speedup [95 %] τ acceptance output",
+    assert [" ".join(line.split()) for line in lines[2:8]] == [
+        "strategy speedup [95 %] τ acceptance output tokens/s",
         "─" * len(lines[3]),
-        "prompt_lookup max_draft=15 3.00× [2.50, 3.50] 2.20 60 % exact",
-        "prompt_lookup max_draft=8 † 1.25× (n=3) 2.20 60 % exact",
-        "prompt_lookup max_draft=4 9.00× (n=9) 2.20 60 % broken",
+        "prompt_lookup 3.00× [2.50, 3.50] 2.20 60 % exact 100.0",
+        "max_draft=15",
+        "prompt_lookup 1.25× [1.10, 1.40] 2.20 60 % exact 100.0",
+        "max_draft=8 †",
     ]
+    assert "left out, for a terminal of 80 columns: end to end [95 %], ttft, tpot" in lines
     text = "\n".join(lines)
     assert "0.625 [0.525, 0.725]" in text
     assert "† dominated: another row of the table is at least as fast" in text
@@ -101,7 +104,7 @@ def test_csv_gives_every_number_back():
     numbers = 0
     for one in runs:
         line = by_folder[str(one.folder)]
-        for path in line.keys() - {"group", "strategy", "dominated_by", "why", "folder"}:
+        for path in line.keys() - {"group", "strategy", "dominated_by", "warnings", "why", "folder"}:
             if path.startswith("quality."):
                 continue
             value = at(one.result, path)
@@ -131,9 +134,65 @@ def test_changes_stand_in_all_of_them(tmp_path: Any):
     assert "| mine | 100.0 % slower (n=1) | the same | 1 of 1 | 2.00× |" in markdown(grouped([after]), found, against)
     lines = terminal([after], against=against)
     assert max(map(len, lines)) <= 80
-    assert any(
-        line.split() == ["mine", "100.0", "%", "slower", "(n=1)", "the", "same", "1", "of", "1"] for line in lines
-    )
+    said = "mine 100.0 % slower (n=1) the same 1 of 1 2.00× 2.20 exact"
+    assert said in [" ".join(line.split()) for line in lines]
+    assert "left out, for a terminal of 80 columns: acceptance" in lines
+
+
+def test_the_verdict_of_quality_is_never_cut(tmp_path: Any):
+    about = {"main": "exact_match", "verdict": "undecided", "metrics": {"exact_match": {
+        "effect": "difference", "value": -0.25, "low": -0.5, "high": 0.125, "n01": 1, "n10": 3, "n": 8, "p": 0.625,
+        "reference": 0.75, "mine": 0.5}}}  # fmt: skip
+    alone = run("a", strategy=None, speedup=interval(None), exactness=None)
+    change = Change("prompt_lookup max_draft=15 min_ngram=2", alone, alone, Value(), Value(), 0, 0,
+                    {"tasks": {"a-long-task": about}})  # fmt: skip
+    lines = terminal([alone], against=Comparison("old", (change,), ()))
+    assert max(map(len, lines)) <= 80
+    heads = [line.split() for line in lines if line.startswith("cell")]
+    assert heads == [["cell", "task", "difference", "[95", "%]", "verdict"]]  # of quality alone, so no row of dashes
+    assert any(line.endswith("  −0.250 [−0.500, 0.125]  undecided") for line in lines)
+    assert "left out, for a terminal of 80 columns: score, p, better / worse" in lines
+
+
+def test_runs_of_quality_alone_have_one_table():
+    speechless = {"strategy": None, "speedup": interval(None), "end_to_end_speedup": interval(None), "exactness": None}
+    runs = [run("a", quality=quality(mc=0.5), **speechless), run("b", quality=quality(gsm=0.25), **speechless)]
+    lines = terminal(runs)
+    assert [line.split() for line in lines if line.startswith("strategy")] == [["strategy", "mc", "acc", "gsm", "acc"]]
+    # beside a run that was timed they are no row of dashes
+    lines = terminal([*runs, run("c", config__drafting__max_draft=4)])
+    assert sum(line.startswith("strategy") for line in lines) == 2
+    assert sum("max_draft=4" in line for line in lines) == 1
+    assert not any(set(line.split()[2:]) == {"–"} for line in lines)
+
+
+def test_a_scorer_that_the_metric_is_not_called_after_is_named():
+    def scored(scorer: str) -> dict[str, Any]:
+        found = quality(gsm=0.5)
+        found["tasks"]["gsm"]["settings"]["scorer"] = scorer
+        return found
+
+    runs = [run(name, quality=scored(name)) for name in ("acc", "number", "regex{pattern: 'a'}")]
+    text = markdown(grouped(runs), Found(tuple(runs), (), ()), None)
+    (head,) = [line for line in text.splitlines() if line.startswith("| strategy")]
+    for title in ("| gsm acc |", "| gsm acc (number) |", "| gsm acc (regex{pattern: 'a'}) |"):
+        assert title in head
+    lines = list(csv.DictReader(io.StringIO(comma_separated(grouped(runs), Found((), (), ()), None))))
+    assert {line["folder"]: line["quality.gsm.acc (number)"] for line in lines}["number"] == "0.5"
+    assert {line["folder"]: line["quality.gsm.acc"] for line in lines}["number"] == ""
+
+
+def test_runs_of_a_busy_machine_are_marked():
+    runs = [run("a", speedup=interval(3.0, 2.5, 3.5), warnings=["one", NOISY]), run("b", config__seed=1)]
+    note = "‡ 1 of 2 runs ran on a busy machine: their speeds are noisy"
+    lines = terminal(runs, width=200)
+    assert note in lines
+    assert next(line.split()[1:3] for line in lines if line.startswith("prompt_lookup")) == ["seed=0", "‡"]
+    text = markdown(grouped(runs), Found((), (), ()), None)
+    assert f"- {note}" in text
+    assert r"| prompt\_lookup seed=0 ‡ |" in text
+    lines = list(csv.DictReader(io.StringIO(comma_separated(grouped(runs), Found((), (), ()), None))))
+    assert [line["warnings"] for line in lines] == [f"one; {NOISY}", ""]
 
 
 @pytest.mark.parametrize(

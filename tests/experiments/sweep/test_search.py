@@ -61,6 +61,10 @@ def run(fake: Fake, start: Mapping[str, Any] | None = None, **settings: Any) -> 
     return trials, best(trials, asked)
 
 
+def words(table: Any, column: int) -> list[str]:
+    return [str(cell) for cell in table.columns[column].cells]
+
+
 def values(trial: Trial) -> dict[str, float]:
     return {key: float(value) for key, _, value in (word.partition("=") for word in trial.words)}
 
@@ -198,8 +202,8 @@ def test_what_is_null_in_one_trial_is_that_trial_s_failure():
         shy = [trial for trial in trials if "max_draft=3" in trial.words[0]]
         assert shy
         assert {(trial.value, trial.lacks) for trial in shy} == {(None, "strategy.acceptance_rate")}
-        table = next(told(trials, SearchSettings(space=SPACE, **asked), ["decodelab"]))
-        assert list(table.columns[-1].cells).count("no strategy.acceptance_rate") == len(shy)
+        table = next(told(trials, SearchSettings(space=SPACE, **asked), ["decodelab"], 200))
+        assert words(table, -1).count("no strategy.acceptance_rate") == len(shy)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_what_is_told():
     asked = SearchSettings(space=SPACE, trials=12, bound={"exactness": "exact", "strategy.tokens_per_step": {"min": 1}})
     fake = Fake(verdict=lambda v: "near-tie" if v["drafting.max_draft"] > 20 else "exact")
     trials = list(look(fake, asked, [], {"drafting": {"max_draft": 32, "per_match": 8.0}}))
-    table, *lines = told(trials, asked, ["decodelab", "run", "task.path='a b'"])
+    table, *lines = told(trials, asked, ["decodelab", "run", "task.path='a b'"], 200)
     assert [column.header for column in table.columns][1:4] == ["max_draft", "per_match", "speedup.value"]
     assert table.row_count == 12
     top = best(trials, asked)
@@ -311,15 +315,29 @@ def test_what_is_told():
     noise = f", and {near} others lie within its interval" if near else ""
     assert lines[1] == f"it is the best of 12 on these prompts, so its number is optimistic{noise}; measured by itself:"
     assert shlex.split(lines[2]) == ["decodelab", "run", "task.path='a b'", *top.words]
-    assert list(table.columns[-1].cells).count("best") == 1
-    assert next(iter(table.columns[-1].cells)) == "as configured, out of bounds"
+    assert words(table, -1).count("best") == 1
+    assert words(table, -1)[0] == "as configured, out of bounds"
     none = SearchSettings(space=SPACE, trials=12, bound={"strategy.tokens_per_step": {"min": 9}})
-    assert list(told(list(look(Fake(), none, [])), none, []))[1:] == ["no trial is within the bounds"]
+    assert list(told(list(look(Fake(), none, [])), none, [], 200))[1:] == ["no trial is within the bounds"]
     failed = list(look(Fake(status=lambda v: "timeout"), none, []))
-    table, line = told(failed, none, [])
+    table, line = told(failed, none, [], 200)
     assert line == "no trial was finished"
-    assert set(table.columns[-1].cells) == {"timeout"}
-    assert list(told([], none, [])) == []
+    assert set(words(table, -1)) == {"timeout"}
+    assert list(told([], none, [], 200)) == []
+
+
+def test_a_narrow_terminal_has_one_column_for_all_values():
+    asked = SearchSettings(space=SPACE, trials=3, bound={"strategy.tokens_per_step": {"min": 1}})
+    trials = list(look(Fake(), asked, []))
+    assert trials[0].outcome.result is not None
+    trials[0].outcome.result["provenance"] = {"load_before": 4.0}
+    table, left, busy, *_ = told(trials, asked, [], 80)
+    heads = [column.header for column in table.columns]
+    assert heads == ["trial", "speedup.value", "output", ""]
+    assert words(table, 0)[0] == re.sub(r"drafting\.", "", " ".join(trials[0].words))
+    assert left == "left out, for a terminal of 80 columns: strategy.tokens_per_step"
+    assert busy == "‡ 1 of 3 trials ran on a busy machine: their speeds are noisy"
+    assert [cell.startswith("‡") for cell in words(table, -1)] == [True, False, False]
 
 
 @dataclass
@@ -375,7 +393,10 @@ def test_a_search_in_a_sweep_s_folder_goes_on_where_it_was(
     whole: list[str] = []
     assert go("whole", whole) == 0
     assert len(whole) == len(set(whole)) == 6
-    told_whole = capsys.readouterr().out
+    told_whole, progress = capsys.readouterr()
+    assert "a search of 6 trials (search.trials=6), in whole" in progress
+    assert "[2/6] done" in progress
+    assert "(about 4.0 s left)" in next(line for line in progress.splitlines() if line.startswith("[2/6]"))
     (command,) = (shlex.split(line) for line in told_whole.splitlines() if line.startswith("  decodelab run"))
     config = compose(command[2:])
     assert config.search is None
@@ -385,7 +406,8 @@ def test_a_search_in_a_sweep_s_folder_goes_on_where_it_was(
     part: list[str] = []
     assert go("part", part, most=4) == 130
     assert part == whole[:4]
-    assert "4 trials, in part" in capsys.readouterr().out
+    said = "4 of 6 trials, in part; the same command with output=part goes on with the others"
+    assert said in capsys.readouterr().out
     assert go("part", part) == 0
     assert part == whole
     assert capsys.readouterr().out.replace("in part", "in whole") == told_whole

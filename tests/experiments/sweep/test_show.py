@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from decodelab.experiments.format import NOISY
 from decodelab.experiments.sweep.cells import CellOutcome
 from decodelab.experiments.sweep.show import duration, line, reasons, table
 from decodelab.tests.experiments.sweep.stage import result
@@ -20,8 +21,11 @@ def outcome(label: str, status: Any = "done", detail: str = "", found: Any = Non
 def shown(outcomes: list[CellOutcome], width: int = 80) -> list[str]:
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(table(outcomes))
-    return [line.strip() for line in captured.get().splitlines() if line.strip()]
+        for part in table(outcomes, width):
+            console.print(part)
+    lines = [line.rstrip() for line in captured.get().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= width
+    return lines
 
 
 def test_a_row_a_cell_and_a_column_an_axis():
@@ -56,9 +60,28 @@ def test_a_row_a_cell_and_a_column_an_axis():
     assert rows[2].split() == ["draft_model", "1", "out_of_memory", *"––––––"]
 
 
-def test_a_table_of_80_columns_keeps_the_values():
-    cells = [outcome(f"drafting=prompt_lookup seed={seed}", found=result("key")) for seed in (1, 2)]
-    assert [row.split()[:2] for row in shown(cells)[2:]] == [["prompt_lookup", "1"], ["prompt_lookup", "2"]]
+def test_a_narrow_terminal_has_one_column_for_all_keys_and_loses_nothing_unsaid():
+    labels = ("jacobi window=3 ngrams=2", "prompt_lookup max_draft=8 per_match=0.5", "none")
+    cells = [outcome(f"drafting={label} drafting.seed=1", found=result("key")) for label in labels]
+    assert shown(cells, 130)[0].split()[:4] == ["drafting", "window", "ngrams", "drafting.seed"]
+    head, _, *rows = shown(cells, 90)
+    assert head.split() == ["cell", "status", "speedup", "[95", "%]", "τ", "accepted", "output", "time"]
+    assert rows[0].split()[:5] == ["jacobi", "window=3", "ngrams=2", "seed=1", "done"]
+    assert "max_draft=8" in rows[1] + rows[2]
+    head, _, *rows, left = shown(cells, 60)
+    assert head.split() == ["cell", "status", "speedup", "[95", "%]", "output"]
+    assert left == "left out, for a terminal of 60 columns: τ, accepted, time"
+
+
+def test_cells_of_a_busy_machine_are_marked():
+    load = {"provenance": {"load_before": 1.5}}
+    warned = {"warnings": ["a note", NOISY]}
+    replayed = {"replay": {"source": "x"}, **load}
+    found = [load, warned, replayed, {"provenance": {"load_before": 0.5}, "warnings": []}]
+    cells = [outcome(f"seed={i}", found={**result("key"), **more}) for i, more in enumerate(found)]
+    *rows, note = shown([*cells, outcome("seed=9", "failed")])[2:]
+    assert [row.split()[1] for row in rows] == ["done‡", "done‡", "done", "done", "failed"]
+    assert note == "‡ 2 of 4 cells ran on a busy machine: their speeds are noisy"
 
 
 def test_labels_of_another_form_and_quality_alone():
