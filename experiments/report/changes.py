@@ -1,6 +1,7 @@
 """Runs against earlier runs: which belongs to which, and what changed, over the same prompts."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ def compare(
     pairs: list[tuple[Run, Run]] = []
     notes = list(notes)
     new, old = _latest(after, notes), _latest(before, notes)
+    here, there = list(new), list(old)
     for one in list(new):
         twin = next((other for other in old if other.at("key") is not None and other.at("key") == one.at("key")), None)
         if twin is not None:
@@ -66,10 +68,10 @@ def compare(
                 f"{labels.get(one.folder, one.folder)}: paired by configuration, less what one version does not know"
             )
     if not pairs and len(new) == len(old) == 1:
-        notes.append(f"the only run on either side; they differ in {_differences(new[0], old[0])}")
+        notes.append(f"the only run on either side; they differ in {_listed(_differences(new[0], old[0]))}")
         _pair(new[0], old[0], new, old, pairs)
-    notes += [f"no partner for {labels.get(run.folder, '')} ({run.folder})" for run in new]
-    notes += [f"no partner for {run.folder}, of {name}" for run in old]
+    notes += _alone(new, here, there, "", name)
+    notes += _alone(old, there, here, f" of {name}", "these")
     changes = [_change(labels.get(one.folder, one.folder.name), two, one, notes) for one, two in pairs]
     if changes:
         notes.insert(0, "time per token: of the strategy, over the prompts of both runs, with a paired 95 % interval; "
@@ -109,11 +111,36 @@ def _known(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _differences(a: Run, b: Run) -> str:
-    found = sorted(_paths(_asked(a), _asked(b), "")) + sorted(_paths(a.at("digests"), b.at("digests"), "digests."))
+def _alone(some: Sequence[Run], side: Sequence[Run], other: Sequence[Run], of: str, name: str) -> Iterable[str]:
+    """A line for those without a partner: how many, and what it is that none of the other side shares."""
+    if not some:
+        return
+    why: Counter[str] = Counter()
+    for run in some:
+        # what makes them two configurations; a commit or a device does not
+        found = min((_unlike(run, one) for one in other), key=len)
+        why[_listed([path for path in found if not path.startswith("digests.")] or found) if found else ""] += 1
+    said = [
+        f"{n} differ{'s' if n == 1 else ''} in {what} from the nearest of {name}" if what
+        else f"{n} agree{'s' if n == 1 else ''} with more than one of {name}"
+        for what, n in why.most_common()
+    ]  # fmt: skip
+    yield f"{len(some)} of {len(side)} runs{of} have no partner: {'; '.join(said)}"
+
+
+def _differences(a: Run, b: Run) -> list[str]:
+    found = _unlike(a, b)
     found += [
         name for name in ("device", "dtype", "commit") if a.at(f"provenance.{name}") != b.at(f"provenance.{name}")
     ]
+    return list(dict.fromkeys(found))
+
+
+def _unlike(a: Run, b: Run) -> list[str]:
+    return sorted(_paths(_asked(a), _asked(b), "")) + sorted(_paths(a.at("digests"), b.at("digests"), "digests."))
+
+
+def _listed(found: Sequence[str]) -> str:
     return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") if found else "nothing that is recorded"
 
 

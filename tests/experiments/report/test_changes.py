@@ -27,7 +27,10 @@ def test_runs_of_one_key_are_a_pair():
         [run("x", key="2"), run("y", key="1"), run("z", key="4")],
     )
     assert pairs == [("a", "y"), ("b", "x")]
-    assert found.notes[1:] == ("no partner for label c (c)", "no partner for z, of old")
+    assert found.notes[1:] == (
+        "1 of 3 runs have no partner: 1 differs in seed from the nearest of old",
+        "1 of 3 runs of old have no partner: 1 agrees with more than one of these",
+    )
     assert found.of(found.changes[0].after) is found.changes[0]
     assert found.of(run("a", key="1")) is None
 
@@ -60,6 +63,22 @@ def test_one_run_on_either_side_is_a_pair_and_its_differences_are_named():
     )
     assert pairs == [("a", "x")]
     assert "the only run on either side; they differ in seed, digests.task, device" in found.notes
+
+
+def test_what_has_no_partner_is_one_line_with_the_reason():
+    """Also a word that two parts of the result have is said once."""
+    after = [run(str(i), key=str(i), config__drafting__max_draft=i) for i in range(6)]
+    longer = {"config__task__max_new_tokens": 64}
+    before = [run(f"old{i}", key=f"old{i}", config__drafting__max_draft=i, **longer) for i in range(5)]
+    found, pairs = compared(after, before)
+    assert pairs == []
+    assert found.notes == (
+        "6 of 6 runs have no partner: 5 differ in task.max_new_tokens from the nearest of old; 1 differs in "
+        "drafting.max_draft, task.max_new_tokens from the nearest of old",
+        "5 of 5 runs of old have no partner: 5 differ in task.max_new_tokens from the nearest of these",
+    )
+    found, _ = compared([run("a", key="1", config__dtype="a", provenance__dtype="a")], [run("x", config__dtype="b")])
+    assert "the only run on either side; they differ in dtype" in found.notes
 
 
 def test_of_runs_with_one_key_the_latest_counts():
