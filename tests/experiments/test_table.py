@@ -244,3 +244,18 @@ def test_transformers_that_ran_apart_are_said_to():
     shown = "\n".join(told(lab, measured, 80, compare_hf=apart))
     assert "transformers, after ours" in shown
     assert "transformers generate" not in shown
+
+
+def test_a_score_names_its_scorer_where_the_metric_does_not():
+    def task(scorer: str | None) -> dict[str, Any]:
+        metrics = {name: {"value": 0.5, "low": None, "high": None, "n": 4} for name in ("f1", "exact_match")}
+        settings = {"scorer": scorer}
+        return {"main": "exact_match", "metrics": metrics, "repeats": 1, "truncated": None, "measures": "decoding",
+                "settings": settings}  # fmt: skip
+
+    lab, measured = paced(2.0, 1.0)
+    tasks = {"a": task("number"), "b": task("exact_match"), "c": task(None)}
+    quality = {"tasks": tasks, "against": None, "interrupted": False, "failed": {}}
+    lines = [line.split() for line in told(lab, measured, quality=quality)]
+    rows = [" ".join(line[: line.index("0.500")]) for line in lines if "0.500" in line]
+    assert rows == ["a exact_match (number)", "f1", "b exact_match", "f1", "c exact_match", "f1"]

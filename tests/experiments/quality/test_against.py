@@ -678,13 +678,13 @@ def test_the_table():
         for line in lines
     )
     assert any(line.startswith("mean of 2") and line.endswith("undecided") for line in lines)
-    assert "note: allowed to differ in batch: batch (arc)" in text
+    assert "note: batch differs in arc, as quality.allow=batch accepts" in text
     assert "note: only in the reference, so not compared: only" in text
     assert "items changed: 68 (flips.jsonl, worst first)" in text
 
 
 def test_the_table_says_what_so_few_items_can_find():
     lines = shown(compare(run(a=[1] * 8, b=[1] * 3), run(a=[1] * 8, b=[0, 1, 1]), epsilon=0.02))
-    assert "a: ε is 0.02; of differences, 8 items find 0.801 in 4 of 5 tries" in lines
-    assert "b: ε is 0.02; of differences, 3 items are too few to find any" in lines
+    assert "a: ε is 0.02; 8 items can show a difference of 0.80 or more (80 % power)" in lines
+    assert "b: ε is 0.02; 3 items are too few to show any difference" in lines
     assert any("+0.333 (n=3)" in line for line in lines)
