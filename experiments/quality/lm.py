@@ -158,14 +158,23 @@ class DecodelabLM(TemplateLM):
         """An answer for each request; those not known are asked, equal ones once, and kept as they come."""
         digests = [request_digest(r.request_type, r.args, s) for r, s in zip(requests, samples, strict=True)]
         missing = {d: job for d, job in zip(digests, jobs, strict=True) if self.answers.get(d) is None}
-        done, total = len(set(digests)) - len(missing), len(set(digests))
+        items: dict[str, set[Any]] = {}  # whose answers wait for a digest's
+        waits = Counter[Any]()
+        for request, digest in zip(requests, digests, strict=True):
+            if digest in missing and request.doc_id not in items.setdefault(digest, set()):
+                items[digest].add(request.doc_id)
+                waits[request.doc_id] += 1
+        total = len({request.doc_id for request in requests})
+        done = total - len(waits)
         name = requests[0].task_name if requests else None
         if not self._replay:
             for batch in split(list(missing.items())):
                 found = ask([job for _, job in batch])
                 for (digest, _), answer in zip(batch, found, strict=True):
                     self.answers.add(digest, answer)
-                done += len(batch)
+                    for item in items[digest]:
+                        waits[item] -= 1
+                        done += not waits[item]
                 if self.progress is not None:
                     self.progress(f"asking {name}", done, total)
         answers = [self.answers.get(digest) for digest in digests]

@@ -191,6 +191,17 @@ def test_equal_requests_are_asked_once_and_a_replay_asks_nothing():
     assert [a is None for a in (*lm.asked[0],)] == [False, True]
 
 
+def test_progress_counts_items_not_their_choices():
+    lm = DecodelabLM(tiny_lab())
+    seen: list[tuple[int, int]] = []
+    lm.progress = lambda what, done, total: seen.append((done, total))
+    pairs = [("ab", " c"), ("ab", " d"), ("cd", " c"), ("cd", " d"), ("cd", " d")]
+    requests = [Instance("loglikelihood", {}, pair, i, ("task", i // 2, 1)) for i, pair in enumerate(pairs)]
+    lm.loglikelihood(requests[:1])
+    lm.loglikelihood(requests)  # the last item has but a choice of the second's, and is done with it
+    assert seen == [(1, 1), (1, 3), (3, 3)]
+
+
 @pytest.mark.parametrize(
     ("rule", "options", "said"),
     [
