@@ -239,7 +239,13 @@ def compare(
         },
         lab,
         measured,
-        digests={"weights": lm.source.digest, "draft": draft_digest(settings), "task": task.digest, "quality": None},
+        digests={
+            "weights": lm.source.digest,
+            "draft": draft_digest(settings),
+            "task": task.digest,
+            "quality": None,
+            "replay": None,
+        },
         provenance=provenance(
             dtype,
             seed,
@@ -303,7 +309,7 @@ def evaluate(
         "batch": batch,
     }
     resolved = json.loads(json.dumps(described))  # as it is read back
-    digests = {"weights": lm.source.digest, "draft": draft_digest(settings), "task": None}
+    digests = {"weights": lm.source.digest, "draft": draft_digest(settings), "task": None, "replay": None}
     with Heard() as heard, TemporaryDirectory() as apart:
         digests["quality"] = quality_digest(config)
         key = run_key(resolved, digests)
@@ -349,19 +355,28 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def load_runs(*folders: str | Path) -> "pd.DataFrame":
-    """Every `result.json` at or below the folders, a row each; nested keys are joined by dots (`speedup.value`).
+def load_runs(*folders: str | Path | Sequence[str | Path]) -> "pd.DataFrame":
+    """Every `result.json` at or below the folders (several, or one list of them), a row each: its name in a report,
+    `strategy`, then what the file holds; nested keys are joined by dots (`speedup.value`).
 
-    >>> decodelab.load_runs("outputs")[["exactness.verdict"]]
-      exactness.verdict
-    0             exact
+    >>> decodelab.load_runs("outputs")[["strategy", "exactness.verdict"]]
+            strategy exactness.verdict
+    0  prompt_lookup             exact
     """
     import pandas as pd
 
-    rows = []
-    for folder in folders or ("outputs",):
+    from .report.load import Run
+    from .report.rows import grouped
+
+    named = [one for some in folders for one in ([some] if isinstance(some, str | Path) else some)]
+    runs = []
+    for folder in named if folders else ("outputs",):
         root = Path(folder).expanduser()
         if not root.exists():
             raise UserError(f"there is no folder {folder}; a run writes to outputs/ unless output=DIR says otherwise")
-        rows += [{**read_result(file), "folder": str(file.parent)} for file in result_files(root)]
-    return pd.json_normalize(rows)
+        runs += [Run(file.parent, read_result(file)) for file in result_files(root)]
+    labels = {row.run.folder: row.label for group in grouped(runs) for row in group.rows}
+    frame = pd.json_normalize([{**run.result, "folder": str(run.folder)} for run in runs])
+    frame = frame.drop(columns="strategy", errors="ignore")  # where a run of quality alone has none
+    frame.insert(0, "strategy", [labels[run.folder] for run in runs])
+    return frame

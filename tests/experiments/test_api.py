@@ -313,6 +313,19 @@ def test_load_runs_finds_every_result_below(tmp_path: Path):
     assert list(both["key"]) == ["outputs/a/deep", "outputs/b", "elsewhere"]
     one = decodelab.load_runs("elsewhere/result.json")
     assert list(one["folder"]) == ["elsewhere"]
+    listed = decodelab.load_runs(["outputs", tmp_path / "elsewhere"])
+    assert list(listed["key"]) == list(both["key"])
+    assert decodelab.load_runs([]).empty
+
+
+def test_load_runs_names_them_as_a_report_does(tmp_path: Path):
+    for copy in (1, 2):
+        drafting = {"_target_": "decodelab.drafting.reference.Reference", "copy": copy}
+        result(tmp_path / f"outputs/{copy}", config={"drafting": drafting}, strategy=None)
+    frame = decodelab.load_runs()
+    assert frame.columns[0] == "strategy"
+    assert list(frame["strategy"]) == ["reference copy=1", "reference copy=2"]
+    assert not frame.columns.duplicated().any()
 
 
 def test_load_runs_says_what_is_wrong(tmp_path: Path):
