@@ -32,7 +32,6 @@ _ANSWERED = ("model", "acceptance", "task", "dtype", "seed", "quantization", "at
 _ANY_ID = 1 << 62  # no model says how many there are
 
 Progress = Callable[[str, int, int], None]
-Text = PreTrainedTokenizerBase | Callable[[], PreTrainedTokenizerBase]  # a tokenizer, or what opens it
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,10 @@ def open_recording(given: str, settings: TaskSettings) -> Recording:
     return Recording(file, digest, file.stem, task=load_task(replace(settings, path=str(file), dataset=None)))
 
 
-def recorded(recording: Recording, settings: TaskSettings, text: Text) -> list[Sample]:
+def recorded(recording: Recording, settings: TaskSettings, resources: Resources) -> list[Sample]:
     """Each prompt with its answer on the baseline's side; the strategy has done nothing yet. Ids need no tokenizer."""
     if recording.task is not None:
-        found = _texts(recording.task, settings, text if isinstance(text, PreTrainedTokenizerBase) else text())
+        found = _texts(recording.task, settings, resources.tokenizer)
     else:
         found = [_recorded(row) for row in read_rows(recording.file, "replay")]
     return [replace(sample, unit=unit) for unit, sample in enumerate(found)]
@@ -101,8 +100,9 @@ def recorded(recording: Recording, settings: TaskSettings, text: Text) -> list[S
 def _recorded(row: Row) -> Sample:
     if "prompt_ids" not in row.fields:
         raise UserError(f"{row.where} has no prompt_ids, as runs of an earlier version: record it again")
-    plain = row.fields.get("baseline")
-    answer = _ids(row, plain.get("tokens") if isinstance(plain, Mapping) else None, "baseline.tokens")
+    said = row.fields.get("baseline")
+    plain = said if isinstance(said, Mapping) else {}
+    answer = _ids(row, plain.get("tokens"), "baseline.tokens")
     documents = [_ids(row, ids, "each of documents") for ids in row.entries("documents")]
     most = row.fields.get("max_new_tokens")
     if not isinstance(most, int) or most < len(answer):
@@ -155,7 +155,7 @@ def _sample(name: str, category: str, asked: Request, answer: list[int], plain: 
     return Sample(name, category, 0, asked, known, Generation(0, len(asked.prompt)), answer)
 
 
-def tokenizer_of(spec: ModelSpec | None, progress: Progress) -> Text:
+def tokenizer_of(spec: ModelSpec | None, progress: Progress) -> Callable[[], PreTrainedTokenizerBase]:
     """Opened when it is asked for, once."""
 
     @cache
