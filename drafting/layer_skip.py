@@ -62,10 +62,6 @@ class LayerSkip:
     def gives(self) -> Gives:
         return Gives("chain", self.max_draft, self.max_draft)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (Path(self.skip),) if isinstance(self.skip, str) else ()
-
     def check(self, target: Source) -> list[str]:
         """Refuses layers that the target lacks, and a file of another target's."""
         if isinstance(self.skip, str) and (digest := _read(self.skip)[0]) != target.digest:

@@ -138,7 +138,7 @@ def test_interpolations_are_resolved():
         (
             ["drafting=draft_model", "drafting.max_drft=3"],
             "drafting.max_drft is unknown: did you mean max_draft? "
-            "drafting has model, max_draft, proposal, temperature, confidence",
+            "drafting has model, max_draft, proposal, temperature, confidence, vocabulary",
         ),
         (
             ["drafting=draft_model", "drafting.model.nam=x"],
