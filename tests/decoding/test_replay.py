@@ -44,6 +44,7 @@ def test_an_end_that_was_drafted_counts_as_in_a_real_run():
     want = [loop.generate(decoder, [r], drafter, rule)[0] for r in ended]
     assert [w.reason for w in want] == ["eos"] * 3
     assert {w.steps[-1].accepted - w.steps[-1].emitted for w in want} == {0}  # the cut falls inside the draft
+    assert all(len(s.offered) == s.emitted for w in want for s in w.steps if s.drafted)
     for requests in (ended, [ask(p, rule, 60) for p in PROMPTS]):
         got = replay(drafter, requests, [w.tokens for w in want])
         assert [facts(g) for g in got] == [facts(w) for w in want]

@@ -87,6 +87,18 @@ def test_it_is_what_the_run_did(drafting: list[str], acceptance: str, batch: int
     assert steps(Path("replayed")) == steps(bench.folder)
 
 
+def test_documents_are_recorded_with_the_answers(bench: Bench):
+    """The answer stands in the document, so that it is copied from there."""
+    assert bench.run("drafting=none", "timing=untimed", rows=ROWS[:1]) == 0
+    text = bench.lines("samples.jsonl")[0]["baseline"]["text"]
+    shutil.rmtree(bench.folder)
+    words = ["drafting=reference", "drafting.per_match=null"]
+    assert bench.run(*words, "timing=untimed", rows=[{**ROWS[0], "documents": [text]}]) == 0
+    assert bench.result["strategy"]["accepted_by_source"]["reference"] > 0
+    replayed(bench.folder, *words)
+    assert steps(Path("replayed")) == steps(bench.folder)
+
+
 def test_what_it_says_of_itself(bench: Bench, capsys: Any):
     """The schema of a run, with what no replay knows null; who gave the answers is what was recorded."""
     warm = ["acceptance=sampling", "acceptance.temperature=0.1"]
