@@ -11,7 +11,8 @@ from .metrics import decode_seconds, ratio
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What is known before it runs. `sweep`: the id of the sweep it is a cell of; `job`: speed, quality or both."""
+    """What is known before it runs. `sweep`: the id of the sweep it is a cell of; `job`: speed, quality,
+    both or replay."""
 
     key: str
     label: str
