@@ -94,9 +94,7 @@ def identify(
     return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
 
 
-def _identify_replay(
-    config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool
-) -> Identity:
+def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool) -> Identity:
     if not speed:
         raise UserError("evaluate needs a model, and replay has answers and none: leave replay out")
     recording = open_recording(replay, config.task)
