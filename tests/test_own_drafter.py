@@ -91,7 +91,7 @@ def test_the_commands_do_what_the_readme_says(mylab: Path, capsys: pytest.Captur
 
     told = carry_out(sweep)
     for name in ("again", "prompt_lookup"):
-        assert re.search(rf"^ {name} +done .* exact ", told, re.MULTILINE)
+        assert re.search(rf"^{name} +done .* exact ", told, re.MULTILINE)
     swept = [found for found in results(mylab / "outputs") if found["config"]["drafting"].get("length") != 8]
     assert {found["config"]["drafting"]["_target_"].rpartition(".")[2] for found in swept} == {"Again", "PromptLookup"}
 

@@ -52,6 +52,8 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable()  # a crash leaves its place in the log
+        # a sweep that was started in the background ignores Ctrl-C, and so would its worker: its sweep tells it instead
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(sys.stdin, folders), daemon=True).start()
         warm, package = Warm(), package_digest()

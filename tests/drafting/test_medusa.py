@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
@@ -17,33 +16,14 @@ from decodelab.drafting.merge import Merged
 from decodelab.drafting.none import Nothing
 from decodelab.drafting.trees import cartesian, shape
 from decodelab.kernels.linear import Linear
+from decodelab.tests.drafting.heads import DIM, V, random_heads, saved
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
-
-DIM, V = 32, 61
 
 
 def source(digest="digest"):
     config = SimpleNamespace(hidden_size=DIM, vocab_size=V)
     return Source("tiny", config, tiny_tokenizer(), (), digest, 0, lambda progress: {})
-
-
-def random_heads(heads=3, blocks=1, own=False, prefix="", seed=0):
-    """Tensors in the published layout."""
-    draws = torch.Generator().manual_seed(seed)
-    out = {}
-    for i in range(heads):
-        for j in range(blocks):
-            out[f"{prefix}{i}.{j}.linear.weight"] = torch.randn(DIM, DIM, generator=draws)
-            out[f"{prefix}{i}.{j}.linear.bias"] = torch.randn(DIM, generator=draws)
-        if own:
-            out[f"{prefix}{i}.{blocks}.weight"] = torch.randn(V, DIM, generator=draws)
-    return out
-
-
-def saved(path, tensors, metadata=None):
-    save_file(tensors, path, metadata)
-    return str(path)
 
 
 @pytest.mark.parametrize("own", [False, True])

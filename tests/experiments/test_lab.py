@@ -12,7 +12,7 @@ from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.retrieval import Retrieval
 from decodelab.drafting.suffix import Suffix
 from decodelab.experiments.lab import draft_digest, files_of
-from decodelab.tests.drafting.test_medusa import random_heads, saved
+from decodelab.tests.drafting.heads import random_heads, saved
 
 
 def test_a_drafter_is_what_its_files_hold(tmp_path, monkeypatch):

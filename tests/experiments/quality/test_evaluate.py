@@ -129,7 +129,7 @@ def test_evaluate_fills_quality_with_the_scores_of_lm_evals_own_model(exams: Exa
 
     printed = capsys.readouterr().out
     assert re.search(r"choices +acc +\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\] +6 +–", printed)
-    assert re.search(r"asked +\S+ +\d\.\d{3} \[.*\] +6 +\d+ %", printed)
+    assert re.search(r"asked +exact_match \(\w+\) +\d\.\d{3} \[.*\] +6 +\d+ %", printed)
     assert "model only, since likelihoods decode nothing: choices, texts" in printed
 
 

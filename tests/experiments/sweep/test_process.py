@@ -14,6 +14,8 @@ from decodelab.experiments.sweep.process import CellWorker, Worker, ended
 from decodelab.tests.experiments.sweep.stage import gone
 
 LOOP = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import os, signal, subprocess, sys, time
 print("ready", flush=True)
 for line in sys.stdin:
