@@ -425,6 +425,8 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
         folder = Path("outputs") / f"{started:%Y%m%d-%H%M%S}-{what.slug}-{what.key}"
     try:
         result = folder / "result.json"
+        if (folder / "sweep.json").exists():
+            raise UserError(f"output={config.output} holds a sweep; name another folder for a single run")
         if config.output is not None and result.exists() and not _goes_on(what, result):
             raise UserError(f"output={config.output} already holds a result; name another folder or delete that one")
         plain, count = folder, 1

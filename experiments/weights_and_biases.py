@@ -206,7 +206,7 @@ class Mirror:
                 if mode != "online":
                     raise
                 self._warn(f"wandb did not start online ({_line(error)}): the run is recorded offline")
-                return self._init(run_id, "offline")
+                mode = "offline"  # under the next id: what failed to start still holds this one
         raise AssertionError("the numbers have an end")
 
     def _init(self, run_id: str, mode: Mode) -> "wandb.Run":

@@ -241,6 +241,14 @@ def test_a_result_is_not_written_over(bench: Any, capsys: Any):
     assert (bench.folder / "result.json").read_text() == before
 
 
+def test_a_single_run_leaves_the_folder_of_a_sweep_alone(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.folder.mkdir()
+    (bench.folder / "sweep.json").write_text("{}")
+    assert bench.run() == 2
+    assert f"output={bench.folder} holds a sweep; name another folder for a single run" in capsys.readouterr().err
+    assert [file.name for file in bench.folder.iterdir()] == ["sweep.json"]
+
+
 def test_a_folder_that_cannot_be_written_fails_before_the_work(
     bench: Any, private: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):

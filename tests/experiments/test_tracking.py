@@ -288,7 +288,8 @@ def test_a_server_that_is_out_of_reach_leaves_an_offline_run(fake: Fake, tmp_pat
     assert list(tracker.warnings) == [line]
     assert capsys.readouterr().err == f"decodelab: warning: {line}\n"
     (online, first), (offline, second) = fake.inits
-    assert (first, second, offline) == ("online", "offline", online)
+    assert (first, second) == ("online", "offline")
+    assert offline == f"{online}-2"  # the start that failed still holds its id
     assert fake.logged[0] == {"prompt": 1}
     assert fake.finished == [0]
 
