@@ -145,7 +145,7 @@ def check_quality(config: RunConfig, source: Source | None) -> None:
     if names := [task for task in config.quality.tasks if isinstance(task, str)]:
         from .harness import manager
 
-        manager(names, config.quality)
+        manager(names, config.quality, config.trusted)
     if source is not None and not names:
         prepare(config, source, "", config.resolved)
         return

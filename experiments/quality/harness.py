@@ -1,6 +1,7 @@
 """lm-eval's side of the tasks: a file of the user's as one of its tasks, and its own by name."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,20 +127,23 @@ class FileTask(ConfigurableTask):
         return {name: found[name] for name in self.own.metrics}
 
 
-def named_tasks(names: Sequence[str], settings: QualitySettings) -> dict[str, dict[str, Task]]:
+def named_tasks(
+    names: Sequence[str], settings: QualitySettings, trusted: Sequence[str] = ()
+) -> dict[str, dict[str, Task]]:
     """lm-eval's tasks under each name, which may be a group or a tag of several."""
     if not names:
         return {}
-    found = manager(names, settings)
+    found = manager(names, settings, trusted)
     return {name: _named(name, found, settings) for name in names}
 
 
-def manager(names: Sequence[str], settings: QualitySettings) -> TaskManager:
-    """Knows all of the names; loads nothing."""
+def manager(names: Sequence[str], settings: QualitySettings, trusted: Sequence[str] = ()) -> TaskManager:
+    """Knows all of the names; loads nothing. Refuses folders whose YAML would run code that is not trusted."""
     folders = [str(Path(folder).expanduser()) for folder in settings.include]
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"quality.include={folder!r} is no folder; it is to hold YAML files of lm-eval's tasks")
+        _refuse_code(Path(folder), trusted)
     found = TaskManager(include_path=folders or None, include_defaults=False)
     if any(name not in found.all_tasks for name in names):
         found = TaskManager(include_path=folders or None)
@@ -148,6 +152,14 @@ def manager(names: Sequence[str], settings: QualitySettings) -> TaskManager:
             near = did_you_mean(name, found.all_tasks)
             raise UserError(f"quality.tasks={name!r}: no such task; {near}a file is {{path: FILE.jsonl}}")
     return found
+
+
+def _refuse_code(folder: Path, trusted: Sequence[str]) -> None:
+    for file in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
+        for called in re.findall(r"!function\s+['\"]?([\w.]+)", file.read_text(encoding="utf-8", errors="replace")):
+            module = called.partition(".")[0]
+            if module not in trusted:
+                raise UserError(f"{file} calls {called}, and code runs only if you trust it: trusted=[{module}]")
 
 
 def _named(name: str, known: TaskManager, settings: QualitySettings) -> dict[str, Task]:

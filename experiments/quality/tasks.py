@@ -94,7 +94,7 @@ def build_tasks(settings: QualitySettings, tokenizer: Any, trusted: tuple[str, .
         )
     from .harness import FileTask, named_tasks
 
-    named = named_tasks([task for task in settings.tasks if isinstance(task, str)], settings)
+    named = named_tasks([task for task in settings.tasks if isinstance(task, str)], settings, trusted)
     tasks: dict[str, Task] = {}
     for task in settings.tasks:
         if isinstance(task, str):

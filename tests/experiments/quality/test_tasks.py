@@ -581,6 +581,18 @@ def test_a_yaml_that_is_none_has_a_digest_and_lm_eval_says_what_is_wrong(tmp_pat
     assert len(tasks_digest(QualitySettings(tasks=("own",), include=(str(tmp_path),)), ())) == 64
 
 
+def test_a_yaml_that_calls_code_needs_trust(tmp_path):
+    """lm-eval runs what `!function` names; here only from a module that is trusted."""
+    (tmp_path / "own.yaml").write_text("task: own\nprocess_docs: !function mine.docs\n")
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef docs(rows):\n    return rows\n")
+    settings = QualitySettings(tasks=("own",), include=(str(tmp_path),))
+    with pytest.raises(
+        UserError, match=r"own.yaml calls mine.docs, and code runs only if you trust it: trusted="
+    ):
+        build_tasks(settings, None, ())
+    assert not (tmp_path / "ran").exists()
+
+
 # --- real files
 
 QUESTION = {"until": ["Question:"], "max_gen_toks": 256}
