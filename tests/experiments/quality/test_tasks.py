@@ -586,9 +586,7 @@ def test_a_yaml_that_calls_code_needs_trust(tmp_path):
     (tmp_path / "own.yaml").write_text("task: own\nprocess_docs: !function mine.docs\n")
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef docs(rows):\n    return rows\n")
     settings = QualitySettings(tasks=("own",), include=(str(tmp_path),))
-    with pytest.raises(
-        UserError, match=r"own.yaml calls mine.docs, and code runs only if you trust it: trusted="
-    ):
+    with pytest.raises(UserError, match=r"own.yaml calls mine.docs, and code runs only if you trust it: trusted="):
         build_tasks(settings, None, ())
     assert not (tmp_path / "ran").exists()
 
