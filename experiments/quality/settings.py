@@ -82,5 +82,7 @@ class QualitySettings:
         for name in ("max_new_tokens", "max_length", "repeats", "batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"quality.{name}={value}: at least 1")
+        if self.thinking is not None and not all(tag.strip() for tag in self.thinking):
+            raise UserError(f"quality.thinking={list(self.thinking)}: two tags that are not empty, or null for none")
         if not 0 < self.epsilon < 1:
             raise UserError(f"quality.epsilon={self.epsilon}: a difference of scores between 0 and 1, such as 0.02")

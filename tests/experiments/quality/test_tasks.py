@@ -591,6 +591,11 @@ def test_a_yaml_that_calls_code_needs_trust(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_thinking_tags_are_not_empty():
+    with pytest.raises(UserError, match=r"quality.thinking=\['', 'x'\]: two tags that are not empty, or null for none"):
+        QualitySettings(thinking=("", "x"))
+
+
 # --- real files
 
 QUESTION = {"until": ["Question:"], "max_gen_toks": 256}
