@@ -5,7 +5,7 @@ transformers has none), no_repeat_ngram, bad_words, min_new_tokens, temperature,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
@@ -83,6 +83,12 @@ class LawSettings:
     def plain(self) -> bool:
         """Whether the choice is the argmax of the raw logits."""
         return not self.sample and not self.reads_context
+
+
+def law_of(rule: Any, *, sample: bool) -> LawSettings:
+    """The law that a rule's keys ask for; keys of the rule's own play no part."""
+    keys = (field.name for field in fields(LawSettings) if field.name != "sample")
+    return LawSettings(sample=sample, **{key: getattr(rule, key) for key in keys if hasattr(rule, key)})
 
 
 @dataclass(frozen=True, slots=True)

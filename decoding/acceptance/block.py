@@ -6,7 +6,7 @@ next token drawn from norm(max(0, r_i p_{i+1} − q_{i+1})). On average never fe
 tokens than token by token, and of the same law.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..draft import Draft, Shape
-from ..law import Law, LawSettings, perturbed
+from ..law import Law, LawSettings, law_of, perturbed
 from ..noise import Noise
 from .rule import Guarantee, Verdict
 from .sampling import residual
@@ -38,7 +38,7 @@ class Block:
         self.law()
 
     def law(self) -> LawSettings:
-        return LawSettings(sample=True, **{field.name: getattr(self, field.name) for field in fields(self)})
+        return law_of(self, sample=True)
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
         gamma = len(draft)

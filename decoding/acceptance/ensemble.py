@@ -4,7 +4,7 @@ The ensemble weight of assisted generation (transformers; DIVERSE). A node's q i
 one-hot unless the candidate brings its own; behind the last candidate, and where none was drafted, v is p.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..draft import Draft, Shape
 from ..errors import UserError
-from ..law import BadWord, Law, LawSettings
+from ..law import BadWord, Law, LawSettings, law_of
 from ..noise import Noise
 from .rule import Guarantee, Verdict
 from .sampling import speculative
@@ -46,8 +46,7 @@ class Ensemble:
         self.law()
 
     def law(self) -> LawSettings:
-        keys = (field.name for field in fields(self) if field.name != "weight")
-        return LawSettings(sample=True, **{key: getattr(self, key) for key in keys})
+        return law_of(self, sample=True)
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
         def mixed(row: int, candidates: list[int]) -> Float[Tensor, " V"] | None:

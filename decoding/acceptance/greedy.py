@@ -1,10 +1,10 @@
 """Keep the longest path on which every token is the target's argmax."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..draft import Draft, Shape
-from ..law import BadWord, Law, LawSettings
+from ..law import BadWord, Law, LawSettings, law_of
 from ..noise import Noise
 from .rule import Guarantee, Verdict, walk
 
@@ -29,7 +29,7 @@ class Greedy:
         self.law()
 
     def law(self) -> LawSettings:
-        return LawSettings(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return law_of(self, sample=False)
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
         def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:

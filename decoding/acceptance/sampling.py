@@ -7,7 +7,7 @@ one-hot candidates alone the output equals plain sampling token for token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..draft import Draft, Shape
-from ..law import BadWord, Law, LawSettings, perturbed
+from ..law import BadWord, Law, LawSettings, law_of, perturbed
 from ..noise import Noise
 from .rule import Guarantee, Verdict, walk
 
@@ -44,7 +44,7 @@ class Sampling:
         self.law()
 
     def law(self) -> LawSettings:
-        return LawSettings(sample=True, **{field.name: getattr(self, field.name) for field in fields(self)})
+        return law_of(self, sample=True)
 
     def judge(self, draft: Draft, law: Law, noise: Noise) -> Verdict:
         return speculative(draft, law, noise, lambda row, candidates: None)

@@ -5,13 +5,13 @@ longest path wins, ties by the sum of log p. Lossy. (The reference implementatio
 helper functions; its generate passes those of the paper, which are ours.)
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import exp
 from typing import ClassVar, Literal
 
 from ..draft import Draft, Shape
 from ..errors import UserError
-from ..law import Law, LawSettings, best
+from ..law import Law, LawSettings, best, law_of
 from ..noise import Noise
 from .rule import Guarantee, Verdict
 
@@ -40,8 +40,7 @@ class Typical:
         self.law()
 
     def law(self) -> LawSettings:
-        keys = (field.name for field in fields(self) if field.name not in ("epsilon", "delta"))
-        return LawSettings(sample=True, **{key: getattr(self, key) for key in keys})
+        return law_of(self, sample=True)
 
     def threshold(self, entropy: float) -> float:
         return min(self.epsilon, self.delta * exp(-entropy))
