@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,107 +15,29 @@ from rich.console import Console
 from ..decoding import cost
 from ..decoding.draft import Resources
 from ..decoding.errors import UserError
-from ..decoding.model.source import ModelSpec, Source, open_source
+from ..decoding.model.source import Source, open_source
 from . import hardware, table
 from .compare_hf import HfPeer, summarise, why_not
-from .composition import draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
+from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
 from .files import read_result, write_result
 from .format import BUSY, NOISY
-from .lab import Heard, Lab, Progress, Warm, build_lab, draft_digest
+from .identity import Identity, drafter_name, identify
+from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
 from .progress import Watch
 from .quality.against import RunQuality
 from .quality.answers import answers_key
-from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare, quality_digest
-from .replay import Recording, carry_out, open_recording, predicted, recorded, tokenizer_of
+from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare
+from .replay import carry_out, predicted, recorded, tokenizer_of
 from .result import build_result, provenance, run_key, speedup, write_replay, write_run
-from .tasks import Task, load_task
 from .tracking import RunInfo, Running, Tracker
 
 PROFILED = 3  # prompts from which the draft's cost is taken
 CODES = {"done": 0, "broken": 1, "failed": 1, "interrupted": 130}  # of the command, by the run's status
 UNFINISHED = ("interrupted", "failed")
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`. A replay has a recording,
-    and no source but to read its texts."""
-
-    source: Source | None
-    task: Task | None
-    device: torch.device
-    dtype: torch.dtype
-    why: str  # the reason of the dtype
-    digests: Mapping[str, str | None]
-    resolved: Mapping[str, Any]
-    slug: str  # drafter and model
-    key: str
-    recording: Recording | None = None
-
-
-def identify(
-    config: RunConfig,
-    progress: Progress | None = None,
-    *,
-    speed: bool = True,
-    opened: Callable[[ModelSpec], Source] | None = None,
-) -> Identity:
-    """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part.
-    `opened`: of many cells, what opens a model once for all."""
-    opened = opened or partial(open_source, progress=progress)
-    if config.replay is not None:
-        return _identify_replay(config, config.replay, opened, speed)
-    if not speed and not config.quality.tasks:
-        raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
-    device = resolve_device(config.device)
-    dtype, why = resolve_dtype(config.dtype, device)
-    task = load_task(config.task) if speed else None
-    source = opened(config.model)
-    digests = {
-        "weights": source.digest,
-        "draft": draft_digest(config.drafting, opened),
-        "task": None if task is None else task.digest,
-        "quality": quality_digest(config),
-        "replay": None,
-    }
-    # what `auto` and null came to is part of what was run
-    settled = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device),
-        "threads": config.threads or torch.get_num_threads(),
-    }
-    resolved = config.resolved | settled
-    slug = f"{_drafter(config)}-{source.label}".replace("/", "_")
-    return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
-
-
-def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool) -> Identity:
-    if not speed:
-        raise UserError("evaluate needs a model, and replay has answers and none: leave replay out")
-    recording = open_recording(replay, config.task)
-    source = opened(config.model) if recording.task else None
-    known = recording.run.get("digests", {})
-    digests = {
-        "weights": source.digest if source else known.get("weights"),
-        "draft": draft_digest(config.drafting, opened),
-        "task": recording.task.digest if recording.task else known.get("task", recording.digest),
-        "quality": None,
-        "replay": recording.digest,
-    }
-    threads = {"device": "cpu", "threads": config.threads or torch.get_num_threads()}
-    resolved = recording.settled(config.resolved) | threads
-    slug = f"{_drafter(config)}-replay-{recording.label}".replace("/", "_")
-    cpu, why = torch.device("cpu"), "nothing is computed in it"
-    key = run_key(resolved, digests)
-    return Identity(source, recording.task, cpu, torch.float32, why, digests, resolved, slug, key, recording)
-
-
-def _drafter(config: RunConfig) -> str:
-    return type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
 
 
 @dataclass(frozen=True)
@@ -171,7 +92,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
             notes.append(idle)
         exam = prepare(config, source, what.key, what.resolved)
         folder = _folder(config, what, started)
-        title = f"{source.label}: {_drafter(config)}, {type(config.acceptance).__name__.lower()}"
+        title = f"{source.label}: {drafter_name(config)}, {type(config.acceptance).__name__.lower()}"
         title += f", {what.task.label}" if what.task else ", quality"
         job = "both" if speed and config.quality.tasks else "speed" if speed else "quality"
         made = provenance(
@@ -184,6 +105,24 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
         )
         info = RunInfo(what.key, title, job, folder, what.resolved, what.digests, made, sweep)
         with config.tracking.open(info) as tracker:
+            measured = profiled = peaks = quality = failure = hf = None
+
+            def found(quality: dict[str, Any] | None) -> dict[str, Any]:
+                late = {"load_after": hardware.load_average(), "clock_mhz": hardware.clock_mhz()}
+                return build_result(
+                    what.resolved,
+                    lab,
+                    measured,
+                    digests=what.digests,
+                    provenance=made | late,
+                    peaks=peaks,
+                    peak_bytes=hardware.peak_memory_bytes(device),
+                    warnings=[*notes, *heard.texts, *tracker.warnings],
+                    profile=profiled,
+                    compare_hf=_summary(hf, measured.samples) if hf and measured else None,
+                    quality=quality,
+                )
+
             try:
                 held = warm.holds(source, dtype, device)
                 if not held:
@@ -192,7 +131,6 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 plan.check()
                 target = warm.target(source, dtype, device, watch.step)
                 lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
-                measured = profiled = peaks = quality = failure = None
                 hf = _peer(config, source, dtype, device) if plan.compares and not plan.apart else None
                 if what.task is not None:
                     timed = config.timing != "untimed"
@@ -213,25 +151,16 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                     )
                     profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
                 if exam is not None and not (measured is not None and measured.interrupted):
+                    if measured is not None:  # what ends the process from here on does not take it away
+                        unfinished = no_quality({}) | {"interrupted": True}
+                        write_run(folder, found(unfinished), measured.samples, source.tokenizer)
                     mine = RunQuality(folder, what.key, {}, what.resolved, what.digests, made, ())
                     quality, failure = _quality(lab, exam, config, mine, watch.step)
             except BaseException:
                 with suppress(OSError):  # it is empty
                     folder.rmdir()
                 raise
-            result = build_result(
-                what.resolved,
-                lab,
-                measured,
-                digests=what.digests,
-                provenance=made | {"load_after": hardware.load_average(), "clock_mhz": hardware.clock_mhz()},
-                peaks=peaks,
-                peak_bytes=hardware.peak_memory_bytes(device),
-                warnings=[*notes, *heard.texts, *tracker.warnings],
-                profile=profiled,
-                compare_hf=_summary(hf, measured.samples) if hf and measured else None,
-                quality=quality,
-            )
+            result = found(quality)
             samples = measured.samples if measured else []
             if plan.apart and measured is not None and not measured.interrupted and failure is None:
                 del lab, target
@@ -290,7 +219,7 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
         assert recording is not None
         notes = resolve(config, what.source).notes()
         folder = _folder(config, what, started)
-        title = f"{_drafter(config)} on the answers of {recording.label}"
+        title = f"{drafter_name(config)} on the answers of {recording.label}"
         made = provenance(
             what.dtype,
             config.seed,

@@ -6,8 +6,8 @@ import torch
 
 from ..config import RunConfig
 from ..hardware import known_peaks, peaks
+from ..identity import Identity
 from ..memory import Held
-from ..run import Identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ class Sweep:
     def _identified(self, cell: Cell) -> Planned:
         from ..composition import resolve
         from ..hardware import torch_threads
-        from ..run import identify
+        from ..identity import identify
         from .guess import Work
 
         config = self._composer.compose(cell.overrides)

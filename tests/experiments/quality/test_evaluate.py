@@ -330,7 +330,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 def test_the_key_knows_the_tasks_files_and_templates(exams: Exams):
     def key(*words: str) -> str:
         from decodelab.experiments.compose import compose
-        from decodelab.experiments.run import identify
+        from decodelab.experiments.identity import identify
 
         common = [f"model.path={exams.bench.checkpoint}", "device=cpu", "dtype=float32"]
         return identify(compose([*common, *words]), speed=False).key
@@ -464,3 +464,20 @@ def test_without_lm_eval_the_extra_is_named(
     monkeypatch.setattr("decodelab.experiments.quality.tasks.version", _raise(PackageNotFoundError("lm_eval")))
     assert exams.evaluate(exams.tasks("asked")) == 2
     assert "quality.tasks needs lm-eval: pip install 'decodelab[quality]'" in capsys.readouterr().err
+
+
+def test_the_speed_is_written_before_quality_begins(exams: Exams, monkeypatch: pytest.MonkeyPatch):
+    """What kills the process while it asks, such as kill -9, does not take it away."""
+    generate, written = DecodelabLM._generate, []
+
+    def asked(self: DecodelabLM, jobs: Sequence[Any]) -> Any:
+        written.append(exams.result())
+        return generate(self, jobs)
+
+    monkeypatch.setattr(DecodelabLM, "_generate", asked)
+    words = [f"task.path={exams.files['asked']}", "task.limit=1", "task.max_new_tokens=4", exams.tasks("asked")]
+    assert exams.evaluate(*words, "timing=untimed", job="run") == 0
+    first, whole = written[0], exams.result()
+    assert (first["status"], first["prompts"], first["quality"]["interrupted"]) == ("interrupted", 1, True)
+    assert first["strategy"]["tokens_per_step"] == whole["strategy"]["tokens_per_step"]
+    assert (whole["status"], whole["quality"]["interrupted"]) == ("done", False)

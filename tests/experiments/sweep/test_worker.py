@@ -13,8 +13,8 @@ import torch
 from decodelab.decoding.errors import UserError
 from decodelab.experiments import lab
 from decodelab.experiments.compose import compose
+from decodelab.experiments.identity import identify
 from decodelab.experiments.lab import Warm
-from decodelab.experiments.run import identify
 from decodelab.experiments.sweep import worker
 from decodelab.experiments.sweep.cells import Job, State, read, write
 from decodelab.experiments.sweep.version import code_digest

@@ -1,0 +1,96 @@
+"""What a run is, known before any weight is loaded: its files, its configuration as it came out, its key."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..decoding.errors import UserError
+from ..decoding.model.source import ModelSpec, Source, open_source
+from .composition import resolve_device, resolve_dtype
+from .config import RunConfig
+from .lab import Progress, draft_digest
+from .quality.evaluate import quality_digest
+from .replay import Recording, open_recording
+from .result import run_key
+from .tasks import Task, load_task
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`. A replay has a recording,
+    and no source but to read its texts."""
+
+    source: Source | None
+    task: Task | None
+    device: torch.device
+    dtype: torch.dtype
+    why: str  # the reason of the dtype
+    digests: Mapping[str, str | None]
+    resolved: Mapping[str, Any]
+    slug: str  # drafter and model
+    key: str
+    recording: Recording | None = None
+
+
+def identify(
+    config: RunConfig,
+    progress: Progress | None = None,
+    *,
+    speed: bool = True,
+    opened: Callable[[ModelSpec], Source] | None = None,
+) -> Identity:
+    """Opens the files of the model and the task. Without `speed`, the job is `evaluate` and the task plays no part.
+    `opened`: of many cells, what opens a model once for all."""
+    opened = opened or partial(open_source, progress=progress)
+    if config.replay is not None:
+        return _identify_replay(config, config.replay, opened, speed)
+    if not speed and not config.quality.tasks:
+        raise UserError("evaluate has nothing to do: name tasks, such as tasks=[{path: my.jsonl}]")
+    device = resolve_device(config.device)
+    dtype, why = resolve_dtype(config.dtype, device)
+    task = load_task(config.task) if speed else None
+    source = opened(config.model)
+    digests = {
+        "weights": source.digest,
+        "draft": draft_digest(config.drafting, opened),
+        "task": None if task is None else task.digest,
+        "quality": quality_digest(config),
+        "replay": None,
+    }
+    # what `auto` and null came to is part of what was run
+    settled = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "threads": config.threads or torch.get_num_threads(),
+    }
+    resolved = config.resolved | settled
+    slug = f"{drafter_name(config)}-{source.label}".replace("/", "_")
+    return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
+
+
+def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool) -> Identity:
+    if not speed:
+        raise UserError("evaluate needs a model, and replay has answers and none: leave replay out")
+    recording = open_recording(replay, config.task)
+    source = opened(config.model) if recording.task else None
+    known = recording.run.get("digests", {})
+    digests = {
+        "weights": source.digest if source else known.get("weights"),
+        "draft": draft_digest(config.drafting, opened),
+        "task": recording.task.digest if recording.task else known.get("task", recording.digest),
+        "quality": None,
+        "replay": recording.digest,
+    }
+    threads = {"device": "cpu", "threads": config.threads or torch.get_num_threads()}
+    resolved = recording.settled(config.resolved) | threads
+    slug = f"{drafter_name(config)}-replay-{recording.label}".replace("/", "_")
+    cpu, why = torch.device("cpu"), "nothing is computed in it"
+    key = run_key(resolved, digests)
+    return Identity(source, recording.task, cpu, torch.float32, why, digests, resolved, slug, key, recording)
+
+
+def drafter_name(config: RunConfig) -> str:
+    return type(config.drafting).__module__.rpartition(".")[2]  # one file a drafter
