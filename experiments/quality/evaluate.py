@@ -264,7 +264,8 @@ class Item:
 def _asked(
     lm: "DecodelabLM", name: str, task: "Task", about: Mapping[str, Any], system: str | None, repeat: int
 ) -> tuple[list[Item], bool]:
-    """Every item of a task once, and whether that was interrupted: then those that were answered before."""
+    """Every item of a task once, and whether that was interrupted: then those that were answered before; none where it
+    was the scoring that was interrupted, since it would only begin again."""
     from lm_eval.evaluator import evaluate
 
     def evaluated(replay: bool) -> list[Item]:
@@ -294,7 +295,12 @@ def _asked(
     try:
         return evaluated(replay=False), False
     except KeyboardInterrupt:
+        if lm.asked:
+            return [], True
+    try:
         return evaluated(replay=True), True
+    except KeyboardInterrupt:
+        return [], True
 
 
 @contextmanager

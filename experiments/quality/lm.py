@@ -59,8 +59,8 @@ class DecodelabLM(TemplateLM):
         self.begin()
 
     def begin(self, repeat: int = 0, repeats: int = 1, *, replay: bool = False) -> None:
-        """Before lm-eval asks: which of how many draws this is. `asked` then collects the answers by document, None
-        for those not known in a `replay`, which asks the model nothing."""
+        """Before lm-eval asks: which of how many draws this is. `asked` then holds the answers by document, once all
+        are there, and None for those not known in a `replay`, which asks the model nothing."""
         self._repeat, self._repeats, self._replay = repeat, repeats, replay
         self.asked = {}
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from ...decoding.errors import UserError
 from ..construct import Constructor, did_you_mean, shown
 from ..items import Row
+from .deadline import LateError, within
 from .sandbox import Limits, network_isolation, run_tests
 
 Scores = dict[str, float]
@@ -84,16 +85,19 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Regex:
     """The `group` of the first (or last) match of `pattern` is a gold, less the blanks around; without a gold in the
-    row, that there is a match. `group` null: the first group, or all of a pattern without groups."""
+    row, that there is a match. `group` null: the first group, or all of a pattern without groups. `timeout`: seconds
+    an answer may take; a pattern that needs more, or for ever, is a UserError."""
 
     pattern: str
     group: int | str | None = None
     which: Literal["first", "last"] = "first"
     ignore_case: bool = False
+    timeout: float = 10.0
     metrics = ("exact_match",)
     higher_is_better = True
 
     def __post_init__(self) -> None:
+        _check_timeout(self.timeout)
         try:
             compiled = re.compile(self.pattern)
         except re.error as error:
@@ -110,7 +114,12 @@ class Regex:
 
     def __call__(self, response: str, row: Row) -> Scores:
         pattern = re.compile(self.pattern, re.IGNORECASE if self.ignore_case else 0)
-        matches = list(pattern.finditer(response))
+        try:
+            matches = within(self.timeout, lambda: list(pattern.finditer(response)))
+        except LateError:
+            took = f"took over {self.timeout:g} s on an answer of {len(response)} characters"
+            remedy = "a repeat within a repeat, such as (a+)+, may take for ever; simplify it, or raise scorer.timeout"
+            raise UserError(f"{row.where}: scorer.pattern={self.pattern!r:.60} {took}: {remedy}") from None
         if not matches or not row.has("answer"):
             return {"exact_match": float(bool(matches))}
         match = matches[0 if self.which == "first" else -1]
@@ -204,12 +213,17 @@ class UnitTests:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of the user's: `function(response, row)` gives a number, true or false, or a number by name."""
+    """A function of the user's: `function(response, row)` gives a number, true or false, or a number by name.
+    `timeout`: seconds it may take for an answer, the first of which may load what it needs; more is a UserError."""
 
     name: str
     function: Any  # a callable
     main: str | None = None
     higher_is_better: bool = True
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -220,7 +234,10 @@ class Function:
 
     def __call__(self, response: str, row: Row) -> Scores:
         try:
-            given = self.function(response, dict(row.fields))
+            given = within(self.timeout, lambda: self.function(response, dict(row.fields)))
+        except LateError:
+            remedy = "mend it, or give it longer with scorer={name: …, timeout: SECONDS}"
+            raise UserError(f"{row.where}: {self.name} took over {self.timeout:g} s on an answer; {remedy}") from None
         except Exception as error:  # the user's program: whatever it raises is told in one line
             told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise UserError(f"{row.where}: {self.name} raised {told} ({self._line(error)})") from error
@@ -268,6 +285,11 @@ def build_scorer(given: str | Mapping[str, Any], trusted: tuple[str, ...], key: 
         raise UserError(f"{key}.{taken[0]} is not to be given: the name {name} says it")
     scorer: Scorer = constructor.call(owner, {**keys, **fixed}, key)
     return scorer
+
+
+def _check_timeout(seconds: float) -> None:
+    if not 0 < seconds < 1_000_000:
+        raise UserError(f"scorer.timeout={seconds}: seconds that an answer may take: more than 0, and under a million")
 
 
 def scorer_text(given: str | Mapping[str, Any]) -> str:

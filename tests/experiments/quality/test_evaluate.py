@@ -301,6 +301,38 @@ def test_a_scorer_that_fails_costs_neither_the_speed_nor_the_other_tasks_nor_the
     assert not (exams.bench.root / "out" / "quality-responses.jsonl").exists()
 
 
+def test_an_interrupt_of_scoring_scores_nothing_again_and_keeps_the_answers(
+    exams: Exams, capsys: pytest.CaptureFixture[str], counted: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(exams.bench.root)
+    scorer, calls = exams.bench.root / "slow.py", exams.bench.root / "calls"
+    scorer.write_text(
+        f"def of(response, row):\n    open({str(calls)!r}, 'a').write('.')\n    raise KeyboardInterrupt\n"
+    )
+    words = ["trusted=[slow]", f"tasks=[{{path: {exams.files['asked']}, scorer: slow.of}},{exams.files['choices']}]"]
+    assert exams.evaluate(*words) == 130
+    assert calls.read_text() == "."
+    result = exams.result()
+    assert (result["status"], result["quality"]["interrupted"], result["quality"]["tasks"]) == ("interrupted", True, {})
+    scorer.write_text("def of(response, row):\n    return 1\n")
+    monkeypatch.delitem(sys.modules, "slow")
+    importlib.invalidate_caches()
+    counted.clear()
+    assert exams.evaluate(*words) == 0
+    assert not counted
+    assert [exams.result()["quality"]["tasks"][name]["n"] for name in ("asked", "choices")] == [6, 6]
+
+
+def test_a_second_interrupt_while_what_was_answered_is_scored_ends_it(exams: Exams, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(exams.bench.root)
+    (exams.bench.root / "broken.py").write_text("def of(response, row):\n    raise KeyboardInterrupt\n")
+    interrupting(monkeypatch, after=2)
+    words = ["trusted=[broken]", f"tasks=[{{path: {exams.files['asked']}, scorer: broken.of}}]"]
+    assert exams.evaluate(*words) == 130
+    assert exams.result()["status"] == "interrupted"
+    assert (exams.bench.root / "out" / "quality-responses.jsonl").read_text().count("\n") == 2
+
+
 def test_how_to_go_on_is_said_with_the_folder_that_was_made(exams: Exams, capsys: pytest.CaptureFixture[str]):
     with pytest.MonkeyPatch.context() as patched:
         interrupting(patched, after=2)

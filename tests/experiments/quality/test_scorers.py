@@ -157,11 +157,19 @@ def test_a_pattern_without_a_gold_is_to_be_found_and_case_may_be_ignored():
         ({"pattern": "(a)", "group": "x"}, r"scorer\.group='x' is not in scorer\.pattern"),
         ({"patern": "a"}, r"scorer\.patern is unknown: did you mean pattern\?"),
         ({}, r"scorer\.pattern is missing"),
+        ({"pattern": "a", "timeout": 0}, r"scorer\.timeout=0\.0: seconds that an answer may take: more than 0"),
     ],
 )
 def test_a_wrong_pattern_is_one_line(keys, message):
     with pytest.raises(UserError, match=message):
         build_scorer({"name": "regex", **keys}, ())
+
+
+def test_a_pattern_that_backtracks_for_ever_is_ended_and_told():
+    scorer = {"name": "regex", "pattern": "(a+)+$", "timeout": 0.1}
+    why = r"t\.jsonl:1: scorer\.pattern='\(a\+\)\+\$' took over 0\.1 s on an answer of 51 characters: a repeat within"
+    with pytest.raises(UserError, match=why):
+        scores(scorer, "a" * 50 + "b", answer="a")
 
 
 # --- JSON
@@ -250,6 +258,10 @@ def lab(tmp_path, monkeypatch):
         "def parsed(response, row):\n"
         "    import json\n"
         "    return len(json.loads(response))\n"
+        "def endless(response, row):\n"
+        "    while True:\n"
+        "        pass\n"
+        "def refused(response, row): raise TimeoutError('of its own')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return ("scorelab",)
@@ -283,6 +295,14 @@ def test_what_a_function_raises_is_one_line_that_says_where(lab):
     why = r"JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) \(\S+scorelab/score\.py:9\)$"
     with pytest.raises(UserError, match=rf"t\.jsonl:1: scorelab\.score\.parsed raised {why}"):
         scores("scorelab.score.parsed", "no\njson", lab)
+
+
+def test_a_function_that_loops_is_ended_and_told(lab):
+    why = r"t\.jsonl:1: scorelab\.score\.endless took over 0\.1 s on an answer; mend it, or give it longer"
+    with pytest.raises(UserError, match=why):
+        scores({"name": "scorelab.score.endless", "timeout": 0.1}, "x", lab)
+    with pytest.raises(UserError, match=r"scorelab\.score\.refused raised TimeoutError: of its own"):
+        scores("scorelab.score.refused", "x", lab)
 
 
 @pytest.mark.parametrize("path", ["scorelab.score.length", "os.system", "decodelab.experiments.cli.main"])
