@@ -22,7 +22,8 @@ PROMPT_LOOKUP_TOKENS = 10
 
 @dataclass(frozen=True, slots=True)
 class HfRun:
-    """One generation. `first`: tokens in the first delivery; `ttft_s`: until it; `decode_s`: from it to the last one.
+    """One generation. `first`: tokens in the first delivery; `ttft_s`: until it; `decode_s`: from it to the last one;
+    `steps`: deliveries after the first.
 
     In a speculative mode the pass that reads the prompt verifies a draft as well, so `first` may be more than one.
     """
@@ -31,6 +32,7 @@ class HfRun:
     first: int
     ttft_s: float
     decode_s: float
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class HfPeer:
                 ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock, **assistant
             )
         (_, *at), (_, *counts) = clock.at, clock.counts  # the first delivery is the prompt
-        return HfRun(out[0, ids.shape[1] :].tolist(), counts[0], at[0] - begin, at[-1] - at[0])
+        return HfRun(out[0, ids.shape[1] :].tolist(), counts[0], at[0] - begin, at[-1] - at[0], len(at) - 1)
 
 
 class _Clock:
@@ -176,6 +178,7 @@ def summarise(
     """The same from runs that are done, in the order of `baseline_tokens`. `interleaved`: they took turns with ours.
 
     `tpot_s`: seconds after the first delivery ÷ the tokens that came in them, a ratio of sums; `ttft_s`: mean;
+    `tokens_per_step`: those tokens ÷ the deliveries that brought them, as ours are counted;
     `identical`: prompts on which the tokens are those of our plain decoding.
     """
     return {
@@ -190,6 +193,7 @@ def _row(done: Sequence[HfRun], baseline_tokens: Sequence[Sequence[int]]) -> dic
         "tokens_per_second": ratio(decoded, seconds),
         "tpot_s": ratio(seconds, decoded),
         "ttft_s": mean(r.ttft_s for r in done),
+        "tokens_per_step": ratio(decoded, sum(r.steps for r in done)),
         "identical": sum(r.tokens == list(want) for r, want in zip(done, baseline_tokens, strict=True)),
         "prompts": len(done),
     }

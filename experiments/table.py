@@ -229,12 +229,13 @@ def _score(found: Mapping[str, Any]) -> str:
 def _transformers(r: Mapping[str, Any]) -> Table:
     turns = all(row["interleaved"] for row in r["compare_hf"].values())
     name = "transformers generate" if turns else "transformers, after ours"
-    table = columns(name, "tokens/s", "time per token", "ours ÷ it", "identical")
+    table = columns(name, "tokens/s", "time per token", "τ", "ours ÷ it", "identical")
     ours = r["strategy"]["tokens_per_second"]
     for mode, row in r["compare_hf"].items():
         rate = row["tokens_per_second"]
         times = number(ours / rate, 2, "×") if ours and rate else "–"
-        table.add_row(mode, number(rate, 1), seconds(row["tpot_s"]), times, f"{row['identical']}/{row['prompts']}")
+        same = f"{row['identical']}/{row['prompts']}"
+        table.add_row(mode, number(rate, 1), seconds(row["tpot_s"]), number(row["tokens_per_step"]), times, same)
     return table
 
 

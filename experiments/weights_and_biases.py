@@ -265,7 +265,7 @@ class Mirror:
 
 def flat(result: Mapping[str, Any]) -> dict[str, Any]:
     """What result.json holds under the names that wandb shows: those of SUMMARY, `accept/position/I`,
-    `category/NAME/{speedup,tokens_per_step,acceptance_rate}`, `compare_hf/MODE/tokens_per_second` and
+    `category/NAME/{speedup,tokens_per_step,acceptance_rate}`, `compare_hf/MODE/tokens_per_{second,step}` and
     `quality/TASK/METRIC` with its bounds as `…/low` and `…/high`. What is null is left out."""
     found = {name: _at(result, path) for name, path in SUMMARY.items()}
     for i, at in enumerate(_at(result, "strategy.acceptance_by_position") or (), 1):
@@ -275,7 +275,8 @@ def flat(result: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("tokens_per_step", "acceptance_rate"):
             found[f"category/{name}/{key}"] = category[key]
     for mode, row in (result["compare_hf"] or {}).items():
-        found[f"compare_hf/{mode}/tokens_per_second"] = row["tokens_per_second"]
+        for key in ("tokens_per_second", "tokens_per_step"):
+            found[f"compare_hf/{mode}/{key}"] = row[key]
     for task, scores in (_at(result, "quality.tasks") or {}).items():
         for metric, score in scores["metrics"].items():
             found[f"quality/{task}/{metric}"] = score["value"]

@@ -77,6 +77,8 @@ def test_every_mode_emits_our_plain_tokens(peer: HfPeer, mode: str, tokens: int)
     assert 1 <= run.first <= tokens
     assert run.ttft_s > 0
     assert run.decode_s > 0 or run.first == tokens
+    assert run.steps <= tokens - run.first
+    assert mode != "plain" or run.steps == tokens - 1
 
 
 @pytest.mark.parametrize("mode", ["plain", "prompt_lookup", "assisted"])
@@ -159,7 +161,8 @@ def test_a_missing_tensor_is_one_line():
 
 def test_the_modes_take_turns(peer: HfPeer, monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
-    monkeypatch.setattr(HfPeer, "generate", lambda self, mode, *rest: order.append(mode) or HfRun([1, 2], 1, 0.5, 0.25))
+    done = HfRun([1, 2], 1, 0.5, 0.25, 1)
+    monkeypatch.setattr(HfPeer, "generate", lambda self, mode, *rest: order.append(mode) or done)
     found = compare(peer, [[1], [2], [3]], 2, (), [[1, 2], [1, 3], [1, 2]])
     assert order[0::3] == ["plain", "prompt_lookup", "assisted"]
     assert {mode: row["identical"] for mode, row in found.items()} == dict.fromkeys(order[:3], 2)
@@ -167,7 +170,7 @@ def test_the_modes_take_turns(peer: HfPeer, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_came_with_the_first_delivery_is_no_part_of_the_time_per_token(peer: HfPeer):
     """An assisted prefill emits several tokens at once; counting them would make transformers look faster."""
-    runs = {"assisted": [HfRun(list(range(10)), 4, 1.0, 3.0), HfRun([0, 1, 2], 1, 2.0, 1.0)]}
+    runs = {"assisted": [HfRun(list(range(10)), 4, 1.0, 3.0, 3), HfRun([0, 1, 2], 1, 2.0, 1.0, 2)]}
     row = summarise(peer, runs, [list(range(10)), [0, 1, 3]])["assisted"]
     assert row == {
         "settings": peer.modes["assisted"],
@@ -175,15 +178,17 @@ def test_what_came_with_the_first_delivery_is_no_part_of_the_time_per_token(peer
         "tokens_per_second": 2.0,  # 6 + 2 tokens in 4 s
         "tpot_s": 0.5,
         "ttft_s": 1.5,
+        "tokens_per_step": 8 / 5,
         "identical": 1,
         "prompts": 2,
     }
 
 
 def test_one_token_has_no_time_per_token(peer: HfPeer):
-    row = summarise(peer, {"plain": [HfRun([1], 1, 1.0, 0.0)]}, [[1]])["plain"]
+    row = summarise(peer, {"plain": [HfRun([1], 1, 1.0, 0.0, 0)]}, [[1]])["plain"]
     assert row["tpot_s"] is None
     assert row["tokens_per_second"] is None
+    assert row["tokens_per_step"] is None
 
 
 def test_other_laws_are_not_compared():

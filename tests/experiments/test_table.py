@@ -78,7 +78,15 @@ PROFILE = {
     "explained": ["2.00 tokens a step, ÷ 1.10 for verifying 4 rows", "nothing else"],
 }
 PEERS = {
-    mode: {"interleaved": True, "tokens_per_second": 1.25, "tpot_s": 0.8, "ttft_s": 0.1, "identical": 6, "prompts": 6}
+    mode: {
+        "interleaved": True,
+        "tokens_per_second": 1.25,
+        "tpot_s": 0.8,
+        "ttft_s": 0.1,
+        "tokens_per_step": 1.5,
+        "identical": 6,
+        "prompts": 6,
+    }
     for mode in ("plain", "prompt_lookup", "assisted")
 }
 
