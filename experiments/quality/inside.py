@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from typing import Any
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -15,7 +16,10 @@ PATHS: dict[str, list[tuple[int, int]]] = {  # event: where a path stands, and t
     "os.link": [(0, 2), (1, 3)], "os.symlink": [(1, 2)], "os.truncate": [(0, -1)], "os.chmod": [(0, 2)],
     "os.chown": [(0, 3)], "os.utime": [(0, 3)],
 }  # fmt: skip
+MAKING = ("os.mkdir", "os.link", "os.symlink")
+FILES = 1_000  # how often a program may open a file to write, or make a folder or a link
 TIMEOUT = 124  # exit status
+STACK = 1 << 20  # bytes of address space for each thread, of which 8 MB are usual
 
 
 def main() -> None:
@@ -27,6 +31,7 @@ def main() -> None:
     token, verdict = job["token"].encode(), job["verdict"]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _limit(job["limits"])
+    threading.stack_size(STACK)
     sys.addaudithook(_guard(os.path.realpath(os.getcwd()), job["network"]))
     execute, translate, write, leave = exec, compile, os.write, os._exit
     names: dict[str, Any] = {"__name__": "answer"}
@@ -49,7 +54,8 @@ def _limit(limits: dict[str, int]) -> None:
 
 def _guard(home: str, network: bool) -> Any:
     """An audit hook, which no Python code takes off again: no other process, nothing written or removed outside of
-    `home`, and, unless the kernel has seen to it, no network."""
+    `home` and not too many files in it, and, unless the kernel has seen to it, no network."""
+    made = 0
 
     def outside(path: Any, folder: Any = -1) -> bool:
         if isinstance(path, int):
@@ -60,6 +66,10 @@ def _guard(home: str, network: bool) -> Any:
         return whole != os.devnull and not f"{whole}/".startswith(f"{home}/")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal made
+        made += event in MAKING or (event == "open" and bool(arguments[2] & WRITING))
+        if made > FILES:
+            raise PermissionError(f"a program may write {FILES} files, and no more")
         if event == "open":
             path, _, flags = arguments
             if flags & WRITING and outside(path):

@@ -26,9 +26,13 @@ SHOWN = 2_000  # characters of a program's output that are kept, from its end
 NAMESPACES = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
 # -P -s and an environment of ours isolate as -I would, which also ignores PYTHONHASHSEED: the order of a set must
-# not decide whether a program passes. A BLAS of many threads would take all of the address space.
+# not decide whether a program passes. A BLAS of many threads would take all of the address space, and so would glibc's
+# 64 MB of it for each of a program's own threads.
 PYTHON = (sys.executable, "-P", "-s", "-B", str(INSIDE))
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}  # fmt: skip
 
 Isolation = Literal["namespace", "blocked sockets"]
 
@@ -89,10 +93,11 @@ def run_tests(program: str, tests: str, limits: Limits | None = None) -> Verdict
                 "CPU": math.ceil(limits.timeout),
                 "AS": limits.memory_mb << 20,
                 "FSIZE": limits.file_mb << 20,
-                "NPROC": 64,
                 "NOFILE": 64,
                 "CORE": 0,
                 "WALL": math.ceil(limits.wall),
+                # outside of a namespace all processes and threads of the user count; the interpreter starts none there
+                **({"NPROC": 256} if isolation == "namespace" else {}),
             },
         }
         late = _run(json.dumps(job).encode(), home, limits.wall, isolation, verdict, output)

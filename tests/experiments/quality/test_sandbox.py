@@ -75,10 +75,11 @@ def test_endless_loops_end_by_processor_time(isolation, monkeypatch):
 
 
 def test_limits_are_in_force(isolation):
+    processes = "(256,) * 2" if isolation == "namespace" else "r.getrlimit(r.RLIMIT_NPROC)"  # the user's, not ours
     program = (
         "import resource as r\n"
         "def f():\n    limits = [r.getrlimit(getattr(r, 'RLIMIT_' + name)) for name in NAMES]\n"
-        "    assert limits == [(1, 2), (512 << 20,) * 2, (1 << 20,) * 2, (64,) * 2, (64,) * 2, (0, 0)], limits\n"
+        f"    assert limits == [(1, 2), (512 << 20,) * 2, (1 << 20,) * 2, {processes}, (64,) * 2, (0, 0)], limits\n"
         "    return 1\n"
         "NAMES = ['CPU', 'AS', 'FSIZE', 'NPROC', 'NOFILE', 'CORE']\n"
     )
@@ -93,6 +94,20 @@ def test_waiting_ends_by_the_clock(monkeypatch):
 def test_memory_is_bounded(isolation):
     assert reason("x = bytearray(1 << 30)") == "memory"
     assert reason("x = []\nwhile True: x.append('a' * 10**6)") == "memory"
+
+
+def test_many_threads_fit_into_the_memory(isolation):
+    """glibc reserves 8 MB of address space for a thread's stack and 64 MB for its arena."""
+    program = (
+        "import threading\n"
+        "def f():\n    end = threading.Event()\n"
+        "    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(100)]\n"
+        "    for t in threads: t.start()\n"
+        "    end.set()\n"
+        "    for t in threads: t.join()\n"
+        "    return 1\n"
+    )
+    assert run_tests(program, TESTS, LIMITS).reason == "passed"
 
 
 def test_no_other_process_is_started(isolation):
@@ -159,6 +174,13 @@ def test_files_are_bounded_and_output_is_cut():
     assert len(verdict.output) == sandbox.SHOWN
     assert verdict.output.endswith("AssertionError\n")
     assert not run_tests("while True: print('x' * 1000)", TESTS, LIMITS).passed
+
+
+def test_the_number_of_files_is_bounded():
+    program = "import os\nfor i in range(998): open(str(i), 'w').close()\nos.mkdir('a'); os.symlink('0', 'b')\n"
+    assert run_tests(program + RIGHT, TESTS, LIMITS).passed
+    for more in ("open('c', 'w')", "os.mkdir('c')", "os.symlink('0', 'c')", "os.link('0', 'c')"):
+        assert "a program may write 1000 files, and no more" in reason(f"{program}{more}\n{RIGHT}")
 
 
 def test_a_program_sees_neither_the_environment_nor_the_standard_input(monkeypatch):
