@@ -115,11 +115,6 @@ class Answers:
                     self._cache.commit({slot: range(len(piece))})
 
     @property
-    def context(self) -> int:
-        """In the middle of an answer, on average."""
-        return round(fmean(len(r.prompt) + len(t) / 2 for r, t in zip(self.requests, self.tokens, strict=True)))
-
-    @property
     def _whole(self) -> Rows:
         """The answers, less their last tokens, which nothing follows."""
         return chains([tokens[:-1] for tokens in self.tokens], self._slots)

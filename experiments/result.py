@@ -52,7 +52,8 @@ def build_result(
     found = _speed(lab, measured, peaks)
     verdict = found["exactness"]["verdict"] if found["exactness"] else None
     notes = [*warnings, *(measured.warnings if measured else ())]
-    if lab is not None and verdict == "broken" and lab.drafter.gives.q == "sampled" and lab.acceptance.law().sample:
+    drawn = lab is not None and (lab.drafter.gives.q == "sampled" or lab.acceptance.needs_q)
+    if lab is not None and verdict == "broken" and drawn and lab.acceptance.law().sample:
         pair = f"{type(lab.drafter).__name__} with {type(lab.acceptance).__name__}"
         notes.append(f"no test of ours proves the law of {pair}, so its output counts as broken")
     interrupted = (measured is not None and measured.interrupted) or (quality or {}).get("interrupted", False)

@@ -7,9 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from transformers import MistralConfig
 
 from decodelab.decoding import loop, reference
-from decodelab.decoding.acceptance import Acceptance, Greedy
+from decodelab.decoding.acceptance import Acceptance, Greedy, Sampling
 from decodelab.decoding.draft import Resources
 from decodelab.decoding.events import Generation
 from decodelab.decoding.model.decoder import Decoder
@@ -21,6 +23,7 @@ from decodelab.tests.drafting.builders import OPTIONS, configured
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import ask
 from decodelab.tests.tiny import tiny_decoder, tiny_tokenizer
+from decodelab.tests.twins import SIZES, twins
 
 RULES = groups()["acceptance"]
 STATEFUL = {"repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram", "bad_words"}
@@ -116,3 +119,20 @@ def test_what_is_refused_is_there() -> None:
     for rule_name, drafters, _ in REFUSED:
         assert rule_name in RULES
         assert drafters <= set(OPTIONS)
+
+
+@cache
+def windowed() -> Decoder:
+    """Layers that see 4 tokens."""
+    return twins(MistralConfig(**SIZES, sliding_window=4), torch.float64)[1]
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Sampling(temperature=1.5)], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_over_windows(name: str, rule: Acceptance) -> None:
+    """Rows of a tree see what their own path left in the window, whoever drafts."""
+    decoder = windowed()
+    drafter = configured(name).build(Resources(decoder, tiny_tokenizer(), rule.law()))
+    got = loop.generate(decoder, asked(rule), drafter, rule, seed=3)
+    want = reference.generate(decoder, asked(rule), rule.law(), seed=3)
+    assert [g.tokens for g in got] == [g.tokens for g in want]

@@ -83,7 +83,8 @@ def targets(real_models: Path) -> dict[str, Decoder]:
 
 def ready(target: Decoder, drafting: str, rule: Acceptance, task: Task) -> tuple[Lab, list[Request]]:
     """The model drafts for itself where a model drafts."""
-    chosen = {"name": drafting} | ({"model": {"name": NAME}} if drafting == "draft_model" else {})
+    keys: dict[str, dict[str, Any]] = {"draft_model": {"model": {"name": NAME}}, "layer_skip": {"exit": 20}}
+    chosen = {"name": drafting} | keys.get(drafting, {})
     lab = build_lab(open_source(ModelSpec(NAME)), target, part("drafting", chosen, DrafterSettings), rule)
     requests = [
         lab.request(encode(item, (), lab.tokenizer, SETTINGS), 24, documents=encode_documents(item, lab.tokenizer))
@@ -101,7 +102,7 @@ def same(target: Decoder, found: list[list[int]], want: list[list[int]]) -> None
 
 CHAINS = ("none", "prompt_lookup", "reference", "draft_model")
 # trees are summed in another order, and in bfloat16 near ties fall differently
-DRAFTERS = (*CHAINS, "suffix", "token_recycling", "lookahead", "jacobi", "merge")
+DRAFTERS = (*CHAINS, "layer_skip", "suffix", "token_recycling", "lookahead", "jacobi", "merge")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

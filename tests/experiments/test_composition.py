@@ -39,7 +39,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Typical:
+class OfAllRows:
     """A rule that reads all rows, of chains and trees."""
 
     penalty: float = 1.0
@@ -75,8 +75,8 @@ def verdict(drafting: Any, acceptance: Any) -> tuple[str, str]:
         (FOREST, Greedy(), "exact"),
         (CHAIN, Sampling(repetition_penalty=1.1), "exact"),  # one-hot: the tokens of plain sampling
         (SAMPLED, Sampling(), "same law"),
-        (SAMPLED, Typical(), "lossy"),
-        (Nothing(), Typical(), "lossy"),  # what a lossy rule emits where nothing is drafted is its own affair
+        (SAMPLED, OfAllRows(), "lossy"),
+        (Nothing(), OfAllRows(), "lossy"),  # what a lossy rule emits where nothing is drafted is its own affair
         (CHAIN, Sampling(), "exact"),
         (Nothing(), Block(), "same law"),  # of draws of its own
     ],
@@ -87,22 +87,22 @@ def test_pairs_that_run(drafting, acceptance, exactness):
 
 
 def test_a_rule_that_reads_q_takes_one_hot_drafts_as_a_fallback():
-    line = "acceptance=typical reads q and this drafter has none: all of q is taken to be on the drafted token"
-    assert verdict(CHAIN, Typical()) == (f"runs, with this fallback: {line}", "lossy")
-    assert resolve_pair(CHAIN, Typical()).notes() == [line]
+    line = "acceptance=ofallrows reads q and this drafter has none: all of q is taken to be on the drafted token"
+    assert verdict(CHAIN, OfAllRows()) == (f"runs, with this fallback: {line}", "lossy")
+    assert resolve_pair(CHAIN, OfAllRows()).notes() == [line]
 
 
 @pytest.mark.parametrize(
     ("drafting", "acceptance", "line"),
     [
         (
-            FOREST, Typical(),
-            "acceptance=typical judges chains and trees, and this drafter proposes a forest: "
+            FOREST, OfAllRows(),
+            "acceptance=ofallrows judges chains and trees, and this drafter proposes a forest: "
             "choose acceptance=sampling",
         ),
         (
-            SAMPLED, Typical(penalty=1.1, words=("no",)),
-            "acceptance=typical reads all rows at once, and repetition_penalty, bad_words must be followed along "
+            SAMPLED, OfAllRows(penalty=1.1, words=("no",)),
+            "acceptance=ofallrows reads all rows at once, and repetition_penalty, bad_words must be followed along "
             "a path: leave them out, or choose acceptance=sampling",
         ),
     ],
@@ -123,7 +123,7 @@ def test_sampled_drafts_under_a_greedy_rule_are_chosen_as_it_chooses():
 
 
 def test_every_reason_is_told():
-    found = resolve_pair(FOREST, Typical(penalty=2.0))
+    found = resolve_pair(FOREST, OfAllRows(penalty=2.0))
     assert len(found.reasons) == 2
     assert str(found) == f"refused, because {found.reasons[0]}; {found.reasons[1]}"
 
@@ -147,8 +147,8 @@ def test_a_drafter_of_documents_warns_where_there_are_none():
 
 
 def test_a_configuration_is_resolved_by_its_parts():
-    config = RunConfig(ModelSpec("m"), FOREST, Typical(), TaskSettings())
-    assert resolve_config(config) == resolve_pair(FOREST, Typical())
+    config = RunConfig(ModelSpec("m"), FOREST, OfAllRows(), TaskSettings())
+    assert resolve_config(config) == resolve_pair(FOREST, OfAllRows())
 
 
 def test_the_models_that_draft():

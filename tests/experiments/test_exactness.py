@@ -157,6 +157,16 @@ def test_same_law_is_for_pairs_that_are_proven():
     assert verdict([], 1, own, Greedy(), torch.float32) == "exact"
 
 
+class Draws(Sampling):
+    """A rule of a user's own that draws by q."""
+
+    needs_q: ClassVar[bool] = True
+
+
+def test_a_rule_of_a_user_s_own_that_draws_by_q_is_not_proven():
+    assert verdict([near(9.0)], 1, PromptLookup(), Draws(), torch.float64) == "broken"
+
+
 class Lossy(Greedy):
     guarantee: ClassVar[Guarantee] = "lossy"
 

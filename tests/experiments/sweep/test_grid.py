@@ -202,7 +202,7 @@ def test_every_experiment_composes_and_none_of_its_cells_is_refused(name: str, c
 def test_every_drafter_is_in_an_experiment(composer: Composer):
     """One that needs the target alone belongs in drafters.yaml, one that drafts with a model in pair.yaml; trained
     parts have a path, and are of one target; a datastore is made of a text of the user's."""
-    cells = [cell for name in ("drafters", "pair") for cell in expand([f"experiment={name}"], composer)]
+    cells = [cell for name in ("drafters", "pair", "larger") for cell in expand([f"experiment={name}"], composer)]
     swept = {config.resolved["drafting"]["_target_"] for config in composed(cells, composer)}
     files = composer.options["drafting"].values()
     contents = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
