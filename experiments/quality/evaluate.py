@@ -29,7 +29,7 @@ from ..tasks import read_template
 from .against import RunQuality, compare_and_write, read_quality, refuse
 from .answers import Answer, Answers, answers_key
 from .settings import TaskSpec
-from .tasks import backend, build_tasks, read_task, tasks_digest
+from .tasks import backend, build_tasks, included, read_task, tasks_digest
 
 if TYPE_CHECKING:  # a second that commands without quality do not pay
     from lm_eval.api.task import Task
@@ -163,6 +163,7 @@ def _beside_tasks(config: RunConfig) -> tuple[str | None, RunQuality | None]:
         raise UserError(
             f"quality.repeats={settings.repeats} would draw one answer {settings.repeats} times; acceptance=sampling"
         )
+    included(settings)
     template = read_template(settings.template, "quality.template")
     return template, None if config.against is None else read_quality(Path(config.against).expanduser())
 

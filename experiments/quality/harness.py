@@ -8,16 +8,19 @@ from typing import Any
 
 import datasets
 import numpy as np
+import yaml  # type: ignore[import-untyped]  # comes with transformers
+from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from ...decoding.errors import UserError
 from ..construct import did_you_mean
 from .questions import DELIMITER, Question
 from .settings import QualitySettings
-from .tasks import OwnTask
+from .tasks import OwnTask, included
 
 Chat = Callable[..., str]
 
@@ -138,12 +141,13 @@ def named_tasks(
 
 
 def manager(names: Sequence[str], settings: QualitySettings, trusted: Sequence[str] = ()) -> TaskManager:
-    """Knows all of the names; loads nothing. Refuses folders whose YAML would run code that is not trusted."""
-    folders = [str(Path(folder).expanduser()) for folder in settings.include]
+    """Knows all of the names; loads nothing. Refuses folders whose YAML cannot be read, which lm-eval passes over, or
+    would run code that is not trusted."""
+    folders = [str(folder) for folder in included(settings)]
     for folder in folders:
-        if not Path(folder).is_dir():
-            raise UserError(f"quality.include={folder!r} is no folder; it is to hold YAML files of lm-eval's tasks")
         _refuse_code(Path(folder), trusted)
+        for file in sorted(Path(folder).rglob("*.yaml")):
+            _check_file(file)
     found = TaskManager(include_path=folders or None, include_defaults=False)
     if any(name not in found.all_tasks for name in names):
         found = TaskManager(include_path=folders or None)
@@ -162,13 +166,35 @@ def _refuse_code(folder: Path, trusted: Sequence[str]) -> None:
                 raise UserError(f"{file} calls {called}, and code runs only if you trust it: trusted=[{module}]")
 
 
+def _check_file(file: Path) -> None:
+    try:
+        config = load_yaml(file, resolve_func=False)
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        remedy = "mend it, or take it out of the folder that quality.include names"
+        raise UserError(f"{file} cannot be read as a task of lm-eval's: {_told(error)}; {remedy}") from error
+    tags = config.get("tag") or []
+    for name in (config.get("group", config.get("task")), *(tags if isinstance(tags, list) else [tags])):
+        if name is not None and not isinstance(name, str):
+            raise UserError(f"{file}: the name {name!r:.60} of a task, group or tag is to be a text; put it in quotes")
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
+
+
 def _named(name: str, known: TaskManager, settings: QualitySettings) -> dict[str, Task]:
+    file = known.task_index[name].yaml_path
+    of = "" if file is None else f" of {file}"
     try:
         found: dict[str, Task] = known.load([name])["tasks"]
-    except (OSError, ValueError, RuntimeError, LookupError, datasets.exceptions.DatasetsError) as error:
-        told = " ".join(str(error).split())[:300].rstrip(".")
-        raise UserError(f"quality.tasks={name!r} cannot be loaded: {type(error).__name__}: {told}") from error
+    except (
+        OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, TemplateError,
+        datasets.exceptions.DatasetsError,
+    ) as error:  # fmt: skip  # whatever a wrong key of the file comes to within lm-eval
+        raise UserError(f"quality.tasks={name!r}{of} cannot be loaded: {_told(error)}") from error
     for task in found.values():
+        if wrong := _unscored(task):
+            raise UserError(f"quality.tasks={name!r}{of} cannot be scored: it {wrong}")
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", settings.shots)
         if task.OUTPUT_TYPE == "generate_until":
@@ -176,6 +202,19 @@ def _named(name: str, known: TaskManager, settings: QualitySettings) -> dict[str
             if not {"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"} & options.keys():
                 task.set_config("generation_kwargs", options | {"max_gen_toks": settings.max_new_tokens})
     return found
+
+
+def _unscored(task: Task) -> str | None:
+    """What lm-eval only warns of, and stumbles over once all is answered."""
+    metrics, own = task.aggregation(), task.get_config("process_results") is not None
+    if not metrics:
+        return "names no metric in metric_list"
+    for metric, aggregation in metrics.items():
+        if aggregation is None:
+            return f"names for {metric} an aggregation that lm-eval does not know; mean is one"
+        if not own and getattr(task, "_metric_fn_list", {}).get(metric, mean) is None:
+            return f"names the metric {metric}, which lm-eval does not know; exact_match is one"
+    return None
 
 
 def _chat(question: Question, message: str, examples: Sequence[Question], system: str, chat: Chat) -> str:

@@ -121,7 +121,18 @@ def tasks_digest(settings: QualitySettings, trusted: tuple[str, ...]) -> str:
     """Of all that the tasks are read from, without lm-eval: `OwnTask.digest` of files; of names, what the included
     folders hold and the data on this machine that their YAML names."""
     asked = [spec_digest(t, trusted) if isinstance(t, TaskSpec) else t for t in settings.tasks]
-    return _sha(*asked, *(part for folder in settings.include for part in _contents(Path(folder).expanduser())))
+    return _sha(*asked, *(part for folder in included(settings) for part in _contents(folder)))
+
+
+def included(settings: QualitySettings) -> list[Path]:
+    """The folders of `quality.include`, which are there."""
+    folders = [Path(folder).expanduser() for folder in settings.include]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(
+                f"quality.include={str(folder)!r} is no folder; it is to hold YAML files of lm-eval's tasks"
+            )
+    return folders
 
 
 def spec_digest(spec: TaskSpec, trusted: tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """Rows of files as questions, and what lm-eval is given of them: exact prompts of each kind."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -483,10 +484,54 @@ def test_names_that_are_no_tasks_or_come_twice_are_one_line(folder, tasks, messa
 
 def test_a_task_whose_data_is_gone_and_a_folder_that_is_none_are_one_line(folder, tmp_path):
     (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(UserError, match=r"quality\.tasks='sums' cannot be loaded: FileNotFoundError"):
+    with pytest.raises(UserError, match=r"quality\.tasks='sums' of \S+sums\.yaml cannot be loaded: FileNotFoundError"):
         build_tasks(QualitySettings(tasks=("sums",), include=(folder,)), None, ())
     with pytest.raises(UserError, match=r"quality\.include='.*none' is no folder"):
         build_tasks(QualitySettings(tasks=("sums",), include=(str(tmp_path / "none"),)), None, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({None: "a: ["}, "cannot be read as a task of lm-eval's: ParserError: .* line 2.*; mend it, or take it out"),
+        ({None: "- a"}, "cannot be read as a task of lm-eval's: ValueError: Expected YAML dict"),
+        ({"include": "gone.yaml"}, "cannot be read as a task of lm-eval's: FileNotFoundError: .*gone.yaml"),
+        ({"task": 7}, "sums.yaml: the name 7 of a task, group or tag is to be a text; put it in quotes"),
+        (
+            {"doc_to_text": "{{question"},
+            "cannot be loaded: TemplateSyntaxError: unexpected end of template",
+        ),
+        (
+            {"doc_to_text": "{{nothing}}"},
+            "cannot be loaded: UndefinedError: 'nothing' is undefined",
+        ),
+        ({"shots": 2}, "cannot be loaded: TypeError: .* unexpected keyword argument 'shots'"),
+        ({"dataset_kwargs": 5}, "cannot be loaded: AttributeError: 'int' object"),
+        ({"metric_list": []}, "cannot be scored: it names no metric in metric_list"),
+        (
+            {"metric_list": [{"metric": "exact_match", "aggregation": "sum", "higher_is_better": True}]},
+            "cannot be scored: it names for exact_match an aggregation that lm-eval does not know",
+        ),
+        (
+            {"metric_list": [{"metric": "near", "aggregation": "mean", "higher_is_better": True}]},
+            "cannot be scored: it names the metric near, which lm-eval does not know",
+        ),
+    ],
+)
+def test_a_broken_yaml_is_one_line_that_names_it(folder, change, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "evaluate", None)  # where lm-eval would look further, on the network
+    file = Path(folder) / "sums.yaml"
+    file.write_text(change[None] if None in change else json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=message) as raised:
+        build_tasks(QualitySettings(tasks=("sums",), include=(folder,)), None, ())
+    assert "\n" not in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+def test_a_folder_that_is_none_is_refused_beside_files_too(tmp_path):
+    settings = QualitySettings(tasks=(write(tmp_path / "mine.jsonl", *numbered(3)),), include=(str(tmp_path / "none"),))
+    with pytest.raises(UserError, match=r"quality\.include='.*none' is no folder"):
+        tasks_digest(settings, ())
 
 
 def test_lm_eval_asks_and_scores_each_kind(read):
