@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import inspect
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -190,9 +191,21 @@ def _rows(path: str, key: str, spec: TaskSpec) -> list[Row]:
             if theirs not in row.fields:
                 raise UserError(f"{row.where}: fields.{ours}={theirs}: the row has {', '.join(row.fields):.200}")
         rows.append(Row({**row.fields, **{ours: row.fields[theirs] for ours, theirs in names.items()}}, row.where))
+        for name in FIELDS:
+            if not _finite(rows[-1].fields.get(name)):
+                raise UserError(f"{row.where}: {name} holds NaN or Infinity, no JSON; give a number, a text or null")
     if not rows:
         raise UserError(f"{key}={path!r} is empty; give it at least one row")
     return rows
+
+
+def _finite(value: Any) -> bool:
+    """Whether all numbers in it are. What reads JSON lets others through."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _identified(questions: Iterable[Question], name: str) -> Iterator[Question]:

@@ -325,6 +325,8 @@ def test_ids_are_distinct_and_categories_kept(read):
         ([NUMBERS, {"answer": "1"}], r"t\.jsonl:2: question is missing \(fields: answer\)"),
         ([{"text": "a"}, {"title": "a"}], r"t\.jsonl:2: text is missing"),
         ([{"question": "q", "answer": []}], r"t\.jsonl:1: answer is an empty list"),
+        ([NUMBERS, {**NUMBERS, "answer": float("nan")}], r"t\.jsonl:2: answer holds NaN or Infinity, no JSON; give"),
+        ([{**NUMBERS, "aliases": [{"a": float("inf")}]}], r"t\.jsonl:1: aliases holds NaN or Infinity"),
         ([{"question": " ", "answer": "1"}], r"t\.jsonl:1: question must be a text that is not empty"),
         ([], r"quality\.tasks\.path='.*t\.jsonl' is empty"),
     ],
