@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -140,6 +140,11 @@ class Processors:
             scores = scores - s.presence_penalty * (counts > 0) - s.frequency_penalty * counts
         return self.warpers(ids, self.hf(ids, scores))[0]
 
+    def allowed(self, logits: Float[Tensor, " V"], context: Sequence[int]) -> Bool[Tensor, " V"]:
+        """What bad_words, no_repeat_ngram and min_new_tokens leave of the vocabulary."""
+        ids = torch.tensor([context], dtype=torch.long, device=logits.device)
+        return torch.isfinite(self.hf(ids, torch.zeros_like(logits)[None])[0])
+
 
 def _word_ids(words: Sequence[BadWord], tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
     """A word is forbidden at the start of a text and after a space, which tokenise differently."""
@@ -195,9 +200,15 @@ class Law:
     def scores(self, row: int) -> Float[Tensor, " V"]:
         """Processed logits, float32."""
         if row not in self._scores:
-            context = [*self._context, *self.path(row)] if self.settings.reads_context else ()
-            self._scores[row] = self._processors.scores(self._logits[row], context)
+            self._scores[row] = self._processors.scores(self._logits[row], self._before(row))
         return self._scores[row]
+
+    def allowed(self, row: int) -> Bool[Tensor, " V"]:
+        """What no processor forbids outright there; top_k and the like make p smaller, not the vocabulary."""
+        return self._processors.allowed(self._logits[row], self._before(row))
+
+    def _before(self, row: int) -> Sequence[int]:
+        return [*self._context, *self.path(row)] if self.settings.reads_context else ()
 
     def at(self, row: int) -> Float[Tensor, " V"]:
         """p, float32."""

@@ -46,8 +46,8 @@ class Eagle:
     topk: int = 4
     tree: str | None = None
 
-    # which hidden states a head of EAGLE-3 reads depends on the target's depth: the built drafter says
-    needs: ClassVar[Needs] = Needs(taps=("final",), prefill_hidden=True)
+    # of which layers depends on the head, and with EAGLE-3 on the target's depth: the built drafter says
+    needs: ClassVar[Needs] = Needs(prefill_hidden=True)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "topk"):
@@ -56,7 +56,7 @@ class Eagle:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        head = () if self.path is None else (open_trained(self.path, "eagle", FILES).file,)
+        head = () if self.path is None else open_trained(self.path, "eagle", FILES).files
         return head if self.tree in (None, "chain") else (*head, Path(self.tree))
 
     @property

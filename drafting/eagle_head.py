@@ -163,14 +163,15 @@ def _taps(trained: Trained, layers: int) -> tuple[Tap, ...]:
     usual = three_taps(layers)
     if trained.ours:
         noted = trained.about.get("taps", usual)
-        if not noted or not all(type(tap) is int and 0 <= tap <= layers for tap in noted):
+        is_list = isinstance(noted, list | tuple) and len(noted) > 0
+        if not is_list or not all(type(tap) is int and 0 <= tap <= layers for tap in noted):
             raise UserError(f"{trained.file} reads hidden states {noted}, but the target's are 0 to {layers}")
         return tuple(noted)
     inner = trained.about.get("eagle_config")
     named = trained.about.get(_TAPS) or (inner.get(_TAPS) if isinstance(inner, Mapping) else None)
-    if named is not None and tuple(named) not in (usual, tuple(tap - 1 for tap in usual)):
+    if named is not None and named not in (list(usual), [tap - 1 for tap in usual]):
         raise UserError(
-            f"{trained.file} was fed hidden states {list(named)} by its config, but only those that enter layers "
+            f"{trained.file} was fed hidden states {named} by its config, but only those that enter layers "
             f"{', '.join(map(str, usual))} are fed here: another head is needed"
         )
     return usual
@@ -185,8 +186,7 @@ def read_tensors(trained: Trained, config: HeadConfig, dtype: torch.dtype, devic
         for name in config.shapes() | config.more_shapes()
         if name in stored
     }
-    if wrong := [name for name, tensor in found.items() if not torch.isfinite(tensor).all()]:
-        raise UserError(f"{trained.file}: {wrong[0]} is not finite in {dtype}: corrupt, or too large for it")
+    trained.check_finite(found)
     if offsets is not None:
         found["d2t"] = offsets = offsets.to(device=device, dtype=torch.long)
         ids = offsets + torch.arange(len(offsets), device=device)

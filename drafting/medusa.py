@@ -8,7 +8,6 @@ of depth d are the likeliest tokens of head d, whatever precedes them: a tree sa
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from ..decoding.model.source import Source
 from ..decoding.noise import Noise
 from ..kernels.linear import Linear
 from .trained import Trained, open_trained
-from .trees import TreeShape, Wanted, asked, file_of, optimal, shape
+from .trees import TreeShape, Wanted, asked, file_of, listed, optimal
 
 FILES = ("medusa.safetensors", "medusa_lm_head.safetensors")
 NODES = 15  # with the root, 16 rows, which cost a CPU little more than one
@@ -46,22 +45,24 @@ class Medusa:
 
     @property
     def heads(self) -> Trained:
-        return _opened(self.path)
+        return open_trained(self.path, "medusa", FILES)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        heads = () if self.path is None else (self.heads.file,)
+        heads = () if self.path is None else self.heads.files
         return (*heads, *file_of(self.tree))
 
     @property
     def shape(self) -> TreeShape:
         """Refuses a tree deeper than there are heads (Medusa#63)."""
-        heads = count_heads(self.heads)
+        trained = self.heads
+        heads = count_heads(trained)
         if self.tree is not None:
             found = asked(self.tree, heads)
+        elif paths := trained.about.get("tree"):
+            found = listed(paths, f"{trained.file}: its tree")
         else:
-            paths = self.heads.about.get("tree")
-            found = shape(paths) if paths else optimal(_GUESS[:heads], NODES)
+            found = optimal(_GUESS[:heads], NODES)
         if found.depth > heads:
             raise UserError(
                 f"drafting.tree is {found.depth} deep, and there are {heads} heads: a tree of at most {heads}"
@@ -78,32 +79,19 @@ class Medusa:
     def check(self, target: Source) -> list[str]:
         trained = self.heads
         dim, vocab = target.config.hidden_size, target.config.vocab_size
-        for name, size in trained.shapes.items():
-            if len(size) == 2 and size not in ((dim, dim), (vocab, dim)):
-                raise UserError(
-                    f"{trained.file}: {name} is {list(size)}, but {target.label} has a hidden size of {dim} and a "
-                    f"vocabulary of {vocab}: these heads belong to another model"
-                )
+        check_shapes(trained, target.label, dim, vocab)
         if (width := self.shape.width) > vocab:
             raise UserError(f"drafting.tree tries {width} tokens of a head, but the vocabulary has {vocab}")
         return trained.check_target(target)
 
     def build(self, resources: Resources) -> "MedusaDrafter":
         target = resources.target
-        heads = MedusaHeads.read(self.heads.tensors(), target.unembedding, target.dtype, target.device)
+        trained = self.heads
+        check_shapes(trained, "the target", target.config.dim, target.config.vocab)
+        tensors = {name: t.to(device=target.device, dtype=target.dtype) for name, t in trained.tensors().items()}
+        trained.check_finite(tensors)
+        heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)
         return MedusaDrafter(heads, self.shape)
-
-
-@lru_cache(maxsize=4)
-def _read_header(path: str, modified: float) -> Trained:
-    return open_trained(path, "medusa", FILES)
-
-
-def _opened(path: str | None) -> Trained:
-    """Settings are asked for their shape more than once; a header is read once a version of the file."""
-    if path is None or not Path(path).expanduser().exists():
-        return open_trained(path, "medusa", FILES)
-    return _read_header(path, Path(path).expanduser().stat().st_mtime)
 
 
 def count_heads(trained: Trained) -> int:
@@ -114,6 +102,35 @@ def count_heads(trained: Trained) -> int:
             f"{trained.file} holds no Medusa heads: its tensors are {', '.join(list(trained.shapes)[:4])} …"
         )
     return len(numbers)
+
+
+def check_shapes(trained: Trained, label: str, dim: int, vocab: int) -> None:
+    """Refuses heads that are incomplete, hold what no head has, or are of another target than `label`."""
+    file = trained.file
+    sizes = {_bare(name): size for name, size in trained.shapes.items()}
+    known: dict[str, tuple[int, ...]] = {}
+    own = 0
+    for i in range(count_heads(trained)):
+        blocks = 0
+        while f"{i}.{blocks}.linear.weight" in sizes:
+            known |= {f"{i}.{blocks}.linear.weight": (dim, dim), f"{i}.{blocks}.linear.bias": (dim,)}
+            blocks += 1
+        known[f"{i}.{blocks}.weight"] = (vocab, dim)
+        own += f"{i}.{blocks}.weight" in sizes
+    if unknown := [name for name in sizes if name not in known]:
+        raise UserError(
+            f"{file} holds {unknown[0]}, which has no place in Medusa's heads: one before it may be missing"
+        )
+    for name, size in sizes.items():
+        if size != known[name]:
+            raise UserError(
+                f"{file}: {name} is {list(size)}, but must be {list(known[name])} with {label}'s hidden size of {dim} "
+                f"and its vocabulary of {vocab}: these heads belong to another model"
+            )
+    if own not in (0, count_heads(trained)):
+        raise UserError(
+            f"{own} of {count_heads(trained)} Medusa heads have an unembedding of their own: all or none may"
+        )
 
 
 def _bare(name: str) -> str:
@@ -143,8 +160,7 @@ class MedusaHeads:
             blocks.append(tuple(layers))
             if (weight := named.get(f"{i}.{len(layers)}.weight")) is not None:
                 own.append(Linear(weight))
-        if len(own) not in (0, heads):
-            raise UserError(f"{len(own)} of {heads} Medusa heads have an unembedding of their own: all or none may")
+        assert len(own) in (0, heads)
         return MedusaHeads(tuple(blocks), tuple(own) or (unembedding,))
 
     def __call__(self, hidden: Float[Tensor, "B dim"]) -> Float[Tensor, "H B V"]:

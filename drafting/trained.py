@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from ..decoding.errors import UserError
 from ..decoding.model.source import Source
 
 NOTE = "decodelab"  # the key of our note in a file's metadata
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,21 @@ class Trained:
     shapes: Mapping[str, tuple[int, ...]]
     ours: bool
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What it is read from: its tensors and, where it is another project's, the config beside them."""
+        config = self.file.parent / CONFIG
+        return (self.file, config) if not self.ours and config.is_file() else (self.file,)
+
     def tensors(self) -> dict[str, Tensor]:
         with safe_open(self.file, framework="pt") as stored:
             return {name: stored.get_tensor(name) for name in self.shapes}
+
+    def check_finite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuses numbers that are not: from a broken training, or too large for the dtype they were read into."""
+        if wrong := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+            dtype = tensors[wrong[0]].dtype
+            raise UserError(f"{self.file}: {wrong[0]} is not finite in {dtype}: corrupt, or too large for it")
 
     def check_target(self, target: Source) -> list[str]:
         """Refuses a part of another target; warns where nobody noted whose it is."""
@@ -68,11 +82,14 @@ def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained
         raise UserError(
             f"{file} cannot be read ({' '.join(str(error).split())[:200]}): fetch or train it again"
         ) from None
+    if not isinstance(about, dict):
+        where = "its note" if note is not None else f"the {CONFIG} beside it"
+        raise UserError(f"{file}: {where} is {str(about)[:60]!r}, but must be a mapping: fetch or train it again")
     if note is not None and about.get("kind") != kind:
         raise UserError(f"{file} holds {about.get('kind')}, not {kind}: choose drafting={about.get('kind')}")
     return Trained(file, about, shapes, note is not None)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
+def _config(folder: Path) -> Any:
+    file = folder / CONFIG
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

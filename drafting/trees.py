@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from ..decoding.events import Step
 
 Ranks = tuple[int, ...]
 Wanted = str | tuple[int, ...] | tuple[tuple[int, ...], ...]  # of a setting: a file or chain, widths, or paths
+MOST = 4096  # nodes that widths may come to
 _PRIOR = 4.0  # trials that the rate of a rank over all depths weighs at each of them
 
 
@@ -73,7 +75,12 @@ def shape(paths: Sequence[Sequence[int]]) -> TreeShape:
 
 
 def cartesian(widths: Sequence[int]) -> TreeShape:
-    """Every combination of the `widths[d]` likeliest tokens at each depth; [1, 1, 1] is a chain."""
+    """Every combination of the `widths[d]` likeliest tokens at each depth; [1, 1, 1] is a chain. Refuses to make more
+    than `MOST` nodes."""
+    if (nodes := sum(accumulate(widths, mul))) > MOST:
+        raise UserError(
+            f"drafting.tree has {nodes} nodes, but widths may come to {MOST}: smaller ones, or a file of paths"
+        )
     return shape(list(product(*(range(width) for width in widths))) if widths else [])
 
 
@@ -89,10 +96,9 @@ def asked(wanted: Wanted, depth: int) -> TreeShape:
     """What a setting `tree` says; `chain` is one of `depth` nodes."""
     if isinstance(wanted, str):
         found = cartesian([1] * depth) if wanted == "chain" else read_tree(wanted)
-    elif wanted and isinstance(wanted[0], int):
-        found = cartesian([w for w in wanted if isinstance(w, int)])
     else:
-        found = shape([path for path in wanted if isinstance(path, tuple)])
+        widths, paths = [w for w in wanted if isinstance(w, int)], [path for path in wanted if isinstance(path, tuple)]
+        found = shape([]) if widths and paths else cartesian(widths) if widths else shape(paths)
     if not len(found) or any(min(path) < 0 for path in found.paths):
         raise UserError(f"drafting.tree={wanted} is no tree: widths of at least 1, or paths of ranks from 0 on")
     return found
@@ -180,13 +186,17 @@ def read_tree(path: str | Path) -> TreeShape:
         raise UserError(
             f"drafting.tree={str(path)!r} cannot be read ({error.strerror}); give a file of paths"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"drafting.tree={str(path)!r} is not JSON ({error}); it holds a list of paths") from None
-    paths = content.get("paths") if isinstance(content, Mapping) else content
+    return listed(content.get("paths") if isinstance(content, Mapping) else content, f"drafting.tree={str(path)!r}")
+
+
+def listed(paths: Any, where: str) -> TreeShape:
+    """Of what JSON holds. Refuses what are no paths; `where` they stand."""
     if not isinstance(paths, list) or not all(
-        isinstance(p, list) and p and all(isinstance(r, int) and r >= 0 for r in p) for p in paths
+        isinstance(p, list) and p and all(type(r) is int and r >= 0 for r in p) for p in paths
     ):
-        raise UserError(f"drafting.tree={str(path)!r} must hold paths, lists of ranks from 0 on, such as [[0], [0, 1]]")
+        raise UserError(f"{where} must hold paths, lists of ranks from 0 on, such as [[0], [0, 1]]")
     return shape(paths)
 
 

@@ -1,7 +1,8 @@
 """Between target and draft: tokens have the law v = w p + (1 − w) q instead of p. Lossy by design.
 
 The ensemble weight of assisted generation (transformers; DIVERSE). A node's q is the mean of its candidates' laws, each
-one-hot unless the candidate brings its own; behind the last candidate, and where none was drafted, v is p.
+one-hot unless the candidate brings its own, over what the processors do not forbid outright; behind the last candidate,
+and where none was drafted, v is p.
 """
 
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ class Ensemble:
                     q += draft.q[draft.q_row[c]].to(p) / len(candidates)
                 else:
                     q[draft.tokens[c]] += 1 / len(candidates)
-            return self.weight * p + (1 - self.weight) * q
+            q *= law.allowed(row)
+            if (mass := float(q.sum())) == 0:
+                return None
+            return self.weight * p + (1 - self.weight) / mass * q
 
         return speculative(draft, law, noise, mixed)

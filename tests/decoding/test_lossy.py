@@ -79,6 +79,22 @@ def test_of_weight_1_an_ensemble_is_speculative_sampling(monkeypatch: pytest.Mon
         assert a == b
 
 
+def test_an_ensemble_emits_nothing_that_is_forbidden() -> None:
+    """The drafter says so all the same: its law counts over what is left, and where nothing is, p alone does."""
+    for draft in (chain([1]), tree([1, 2], [-1, -1])):
+        for rule, eos in (
+            (Ensemble(weight=0.0, bad_words=((1,),)), ()),
+            (Ensemble(weight=0.0, min_new_tokens=2), (1,)),
+        ):
+            emitted = set()
+            for seed in range(20):
+                processors = Processors.build(rule.law(), 1, eos)
+                law = Law(processors, torch.zeros(1 + len(draft), 3), [0], draft.tokens, draft.parents)
+                verdict = rule.judge(draft, law, Noise(seed, 0, 0))
+                emitted.add(draft.tokens[verdict.path[0]] if verdict.path else verdict.next)
+            assert emitted == ({0, 2} if len(draft) == 1 else {2})
+
+
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(UserError, match=r"acceptance.weight must be between 0 and 1, got 1.5"):
         Ensemble(weight=1.5)

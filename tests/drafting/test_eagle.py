@@ -14,13 +14,14 @@ from decodelab import testing
 from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
-from decodelab.decoding.draft import Draft, Gives, Opened, Resources, Room, Seen
+from decodelab.decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
+from decodelab.decoding.replay import needs_model
 from decodelab.drafting.eagle import Eagle, EagleDrafter, State
 from decodelab.drafting.eagle_head import EagleHead, HeadConfig, dense, note, three_taps
 from decodelab.drafting.merge import Merged
@@ -561,6 +562,12 @@ LAYER_0, IDS = "layers.0.mlp.up_proj.weight", "eagle_aux_hidden_state_layer_ids"
             {"said": {"eagle_config": {IDS: [0, 1, 0]}}},
             r"was fed hidden states \[0, 1, 0\] by its config, but only those that enter layers 1, 2, 2 are fed here",
         ),
+        ({"said": {IDS: 5}}, r"was fed hidden states 5 by its config, but only those that enter layers 1, 2, 2"),
+        (
+            {"metadata": note(source(), heads=4, kv_heads=2, taps=5)},
+            r"reads hidden states 5, but the target's are 0 to 2",
+        ),
+        ({"config": [1]}, r"the config.json beside it is '\[1\]', but must be a mapping: fetch or train it again"),
         ({"metadata": note(source(), kv_heads=2)}, r"has None attention heads by its note"),
         (
             {"metadata": note(source(), heads=4, kv_heads=2, taps=[1, 5, 2])},
@@ -598,6 +605,20 @@ def test_numbers_that_cannot_be(changes, text, tmp_path):
     settings.check(source())
     with pytest.raises(UserError, match=text):
         settings.build(Resources(tiny_decoder(), tiny_tokenizer(), LawSettings()))
+
+
+def test_a_published_heads_config_is_one_of_its_files(tmp_path):
+    """It says what the tensors mean: a run with another rope_theta has another key."""
+    path = saved(tmp_path)
+    assert Eagle(path).files == (tmp_path / "model.safetensors", tmp_path / "config.json")
+    saved(tmp_path, metadata=note(source(), heads=4, kv_heads=2))
+    assert Eagle(path).files == (tmp_path / "eagle.safetensors",)
+
+
+def test_settings_do_not_say_which_hidden_states():
+    """They depend on the head, and for EAGLE-3 on the target; that there is no replay without them is known."""
+    assert Eagle().needs == Needs(prefill_hidden=True)
+    assert "eagle needs one" in (needs_model(Eagle().needs, "eagle") or "")
 
 
 def test_settings_that_are_refused(tmp_path):

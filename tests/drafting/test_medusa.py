@@ -144,8 +144,70 @@ def test_heads_of_another_target_are_refused(tmp_path):
     assert Medusa(path).check(source("theirs")) == []
     other = source("theirs")
     other.config.hidden_size = 64
-    with pytest.raises(UserError, match=r"0.0.linear.weight is \[32, 32\], but tiny has a hidden size of 64"):
+    with pytest.raises(UserError, match=r"is \[32\], but must be \[64\] with tiny's hidden size of 64 and its vocab"):
         Medusa(path).check(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"1.0.linear.weight": torch.ones(V, DIM)},
+            r"1.0.linear.weight is \[61, 32\], but must be \[32, 32\] with tiny's",
+        ),
+        ({"1.0.linear.bias": torch.ones(7)}, r"1.0.linear.bias is \[7\], but must be \[32\]"),
+        ({"1.1.weight": torch.ones(V + 3, DIM)}, r"1.1.weight is \[64, 32\], but must be \[61, 32\]"),
+        ({"1.1.weight": None}, r"1 of 2 Medusa heads have an unembedding of their own: all or none may"),
+        (
+            {"0.0.linear.weight": None},
+            r"holds 0.0.linear.bias, which has no place in Medusa's heads: one before it may",
+        ),
+        ({"0.2.linear.weight": torch.ones(DIM, DIM)}, r"holds 0.2.linear.weight, which has no place in Medusa's heads"),
+        ({"junk": torch.ones(1)}, r"holds junk, which has no place in Medusa's heads"),
+    ],
+)
+def test_heads_that_do_not_fit_together_are_refused(changes, text, tmp_path):
+    """What was left out in silence drafts no token that is right."""
+    tensors = {name: tensor for name, tensor in (random_heads(2, own=True) | changes).items() if tensor is not None}
+    path = saved(tmp_path / "heads.safetensors", tensors)
+    for refused in (
+        lambda: Medusa(path).check(source()),
+        lambda: Medusa(path).build(Resources(tiny_decoder(), tiny_tokenizer(), LawSettings())),
+    ):
+        with pytest.raises(UserError, match=text.replace("tiny's", ".*'s")):
+            refused()
+
+
+def test_numbers_that_are_none_are_refused(tmp_path):
+    path = saved(tmp_path / "heads.safetensors", random_heads(1) | {"0.0.linear.bias": torch.full((DIM,), torch.nan)})
+    with pytest.raises(UserError, match=r"0.0.linear.bias is not finite in torch.float64: corrupt, or too large for"):
+        Medusa(path).build(Resources(tiny_decoder(), tiny_tokenizer(), LawSettings()))
+
+
+@pytest.mark.parametrize("tree", [[[-1]], [["a"]], "chain", [3, 2], 5], ids=str)
+def test_heads_that_bring_no_tree_but_say_so(tree, tmp_path):
+    path = saved(tmp_path / "heads.safetensors", random_heads(2), note(source(), tree=tree))
+    with pytest.raises(UserError, match=r"heads.safetensors: its tree must hold paths, lists of ranks from 0 on, such"):
+        Medusa(path).check(source())
+
+
+def test_a_note_that_is_no_mapping(tmp_path):
+    path = saved(tmp_path / "heads.safetensors", random_heads(1), {"decodelab": "null"})
+    with pytest.raises(
+        UserError, match=r"heads.safetensors: its note is 'None', but must be a mapping: fetch or train"
+    ):
+        Medusa(path).check(source())
+    path = saved(tmp_path / "heads.safetensors", random_heads(1))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"the config.json beside it is '\[\]', but must be a mapping"):
+        Medusa(path).check(source())
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+    path = saved(tmp_path / "medusa.safetensors", random_heads(3))
+    assert Medusa(str(tmp_path), "chain").gives.depth == 3
+    saved(path, random_heads(2))
+    assert Medusa(str(tmp_path), "chain").gives.depth == 2
 
 
 def test_files_that_are_no_heads(tmp_path):

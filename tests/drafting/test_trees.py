@@ -7,7 +7,9 @@ from decodelab.decoding.cost import DraftCost, Profile
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Step
 from decodelab.drafting.trees import (
+    MOST,
     TreeShape,
+    asked,
     cartesian,
     expected,
     fastest,
@@ -141,6 +143,8 @@ def test_a_tree_is_written_and_read(tmp_path):
         ('{"a": 1}', "must hold paths, lists of ranks from 0 on"),
         ("[[0, -1]]", "must hold paths"),
         ("[[]]", "must hold paths"),
+        ("[[0], [true]]", "must hold paths"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_file_that_holds_no_tree(tmp_path, content, line):
@@ -149,6 +153,20 @@ def test_a_file_that_holds_no_tree(tmp_path, content, line):
         read_tree(tmp_path / "tree.json")
     with pytest.raises(UserError, match=r"cannot be read \(No such file"):
         read_tree(tmp_path / "none.json")
+
+
+def test_widths_and_paths_are_not_mixed():
+    """Half of what was asked for would be left out."""
+    for wanted in ((2, (0,)), ((0,), 2)):
+        with pytest.raises(UserError, match=r"is no tree: widths of at least 1, or paths of ranks from 0 on"):
+            asked(wanted, 3)
+
+
+def test_widths_of_more_nodes_than_anybody_verifies():
+    """A thousand thousands would fill the memory before anything is refused."""
+    with pytest.raises(UserError, match=r"drafting.tree has 1001001000 nodes, but widths may come to 4096: smaller"):
+        asked((1000, 1000, 1000), 3)
+    assert len(cartesian([MOST])) == MOST
 
 
 def test_parents_come_first():
