@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -59,15 +59,9 @@ class Answers:
         if whole < len(content):  # the writer was killed within a line
             with path.open("r+b") as file:
                 file.truncate(whole)
-        for number, line in enumerate(content[:whole].splitlines(), 1):
-            try:
-                row = json.loads(line)
-                if row["key"] == self._key:
-                    self._known[row["request"]] = _read(row["answer"])
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{path}:{number} is no answer of a run; delete the file to ask everything anew"
-                ) from None
+        for key, request, _, answer in _lines(path):
+            if key == self._key:
+                self._known[request] = answer
 
     def __enter__(self) -> "Answers":
         return self
@@ -79,19 +73,37 @@ class Answers:
     def get(self, request: str) -> Answer | None:
         return self._known.get(request)
 
-    def add(self, request: str, answer: Answer) -> None:
+    def add(self, request: str, answer: Answer, task: str) -> None:
         """Known from now on, also to a run that begins after this one was killed."""
         self._known[request] = answer
         if self._path is not None:
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8")
-            self._file.write(json.dumps({"key": self._key, "request": request, "answer": asdict(answer)}) + "\n")
+            row = {"key": self._key, "task": task, "request": request, "answer": asdict(answer)}
+            self._file.write(json.dumps(row) + "\n")
             self._file.flush()
+
+
+def refuse_others(path: Path, tasks: Collection[str]) -> None:
+    """UserError where the file has answers to a task that is not among these: a run that ends well deletes it."""
+    if path.exists() and (others := {task for _, _, task, _ in _lines(path) if task not in tasks}):
+        named = ", ".join(sorted(others))
+        raise UserError(f"{path} has answers to {named}, and would go: ask that as well, or name another output")
 
 
 def request_digest(kind: str, arguments: Any, sample: int) -> str:
     """`sample` tells repeated draws apart."""
     return hashlib.sha256(json.dumps([kind, arguments, sample], sort_keys=True).encode()).hexdigest()
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str, str, Answer]]:
+    """Of each whole line: key, request, task and answer."""
+    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            yield row["key"], row["request"], row["task"], _read(row["answer"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}:{number} is no answer of a run; delete the file to ask everything anew") from None
 
 
 def _read(row: dict[str, Any]) -> Answer:

@@ -27,7 +27,7 @@ from ..lab import Lab, Progress
 from ..statistics import Interval, mean_interval, ratio_interval, share_interval
 from ..tasks import read_template
 from .against import RunQuality, compare_and_write, read_quality, refuse
-from .answers import Answer, Answers, answers_key
+from .answers import Answer, Answers, answers_key, refuse_others
 from .settings import TaskSpec
 from .tasks import backend, build_tasks, included, read_task, tasks_digest
 
@@ -78,6 +78,8 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
     from .lm import limits
 
     tasks = build_tasks(settings, source.tokenizer, config.trusted)
+    if config.output is not None:
+        refuse_others(Path(config.output).expanduser() / ANSWERS, tasks)
     context = ModelConfig.from_hf(source.config).max_positions
     if settings.max_length is not None and settings.max_length > context:
         raise UserError(f"quality.max_length={settings.max_length}: the context of {source.label} is {context}")
@@ -270,7 +272,7 @@ def _asked(
     from lm_eval.evaluator import evaluate
 
     def evaluated(replay: bool) -> list[Item]:
-        lm.begin(repeat, about["repeats"], replay=replay)
+        lm.begin(name, repeat, about["repeats"], replay=replay)
         task.set_fewshot_seed(SHOTS_SEED)  # anew, so that every pass asks the same
         chat = about["settings"]["chat"]
         with _heard(), _item_by_item(task), redirect_stderr(StringIO()):  # of lm-eval's progress bars

@@ -58,10 +58,10 @@ class DecodelabLM(TemplateLM):
         self._head: torch.Tensor | None = None
         self.begin()
 
-    def begin(self, repeat: int = 0, repeats: int = 1, *, replay: bool = False) -> None:
-        """Before lm-eval asks: which of how many draws this is. `asked` then holds the answers by document, once all
-        are there, and None for those not known in a `replay`, which asks the model nothing."""
-        self._repeat, self._repeats, self._replay = repeat, repeats, replay
+    def begin(self, task: str = "", repeat: int = 0, repeats: int = 1, *, replay: bool = False) -> None:
+        """Before lm-eval asks: for which task, and which of how many draws this is. `asked` then holds the answers by
+        document, once all are there, and None for those not known in a `replay`, which asks the model nothing."""
+        self._task, self._repeat, self._repeats, self._replay = task, repeat, repeats, replay
         self.asked = {}
 
     # What lm-eval knows a model by
@@ -171,7 +171,7 @@ class DecodelabLM(TemplateLM):
             for batch in split(list(missing.items())):
                 found = ask([job for _, job in batch])
                 for (digest, _), answer in zip(batch, found, strict=True):
-                    self.answers.add(digest, answer)
+                    self.answers.add(digest, answer, self._task)
                     for item in items[digest]:
                         waits[item] -= 1
                         done += not waits[item]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from decodelab.decoding.errors import UserError
-from decodelab.experiments.quality.answers import Answer, Answers, answers_key, request_digest
+from decodelab.experiments.quality.answers import Answer, Answers, answers_key, refuse_others, request_digest
 
 TEXT = Answer("12", 3, "12\n", truncated=False)
 LIKELIHOOD = Answer((-1.5, True), 2, cut=4)
@@ -13,8 +13,8 @@ LIKELIHOOD = Answer((-1.5, True), 2, cut=4)
 
 def test_answers_are_read_back_as_they_were(tmp_path: Path):
     with Answers(tmp_path / "answers.jsonl", "key") as first:
-        first.add("a", TEXT)
-        first.add("b", LIKELIHOOD)
+        first.add("a", TEXT, "sums")
+        first.add("b", LIKELIHOOD, "sums")
     with Answers(tmp_path / "answers.jsonl", "key") as second:
         assert second.get("a") == TEXT
         assert second.get("b") == LIKELIHOOD
@@ -24,7 +24,7 @@ def test_answers_are_read_back_as_they_were(tmp_path: Path):
 def test_a_run_of_other_weights_is_served_nothing(tmp_path: Path):
     """lm-eval's own cache knows no model: it serves another one's answers (lm-eval#4063)."""
     with Answers(tmp_path / "answers.jsonl", "key") as first:
-        first.add("a", TEXT)
+        first.add("a", TEXT, "sums")
     with Answers(tmp_path / "answers.jsonl", "another") as second:
         assert second.get("a") is None
 
@@ -60,15 +60,26 @@ def test_a_line_that_a_kill_tore_is_asked_again(tmp_path: Path):
     """And what is appended behind it stands in a line of its own."""
     file = tmp_path / "answers.jsonl"
     with Answers(file, "key") as first:
-        first.add("a", TEXT)
-        first.add("b", LIKELIHOOD)
+        first.add("a", TEXT, "sums")
+        first.add("b", LIKELIHOOD, "sums")
     file.write_bytes(file.read_bytes()[:-20])
     with Answers(file, "key") as second:
         assert second.get("a") == TEXT
         assert second.get("b") is None
-        second.add("b", LIKELIHOOD)
+        second.add("b", LIKELIHOOD, "sums")
     with Answers(file, "key") as third:
         assert third.get("b") == LIKELIHOOD
+
+
+def test_answers_to_another_task_are_not_to_go(tmp_path: Path):
+    file = tmp_path / "answers.jsonl"
+    refuse_others(file, ())
+    with Answers(file, "key") as first:
+        first.add("a", TEXT, "sums")
+        first.add("b", LIKELIHOOD, "choices")
+    refuse_others(file, ("choices", "sums", "more"))
+    with pytest.raises(UserError, match=r"answers\.jsonl has answers to sums, and would go: ask that as well, or name"):
+        refuse_others(file, ("choices",))
 
 
 def test_a_file_of_something_else_is_told(tmp_path: Path):

@@ -237,6 +237,10 @@ def test_an_interrupt_keeps_what_was_answered_and_the_same_command_goes_on(
 
     assert exams.evaluate(exams.tasks("asked", "choices"), "seed=7") == 2
     assert "already holds a result" in capsys.readouterr().err
+    kept = (exams.bench.root / "out" / "quality-responses.jsonl").read_text()
+    assert exams.evaluate(exams.tasks("choices")) == 2
+    assert "quality-responses.jsonl has answers to asked, and would go: ask that as well" in capsys.readouterr().err
+    assert (exams.bench.root / "out" / "quality-responses.jsonl").read_text() == kept
     counted.clear()
     assert exams.evaluate(exams.tasks("asked", "choices")) == 0
     assert len(counted) == 4

@@ -171,7 +171,7 @@ def test_repeats_draw_anew_and_each_again_the_same(monkeypatch: pytest.MonkeyPat
 
     def drawn(repeat: int, batch: int = 1) -> list[str]:
         lm = DecodelabLM(lab, seed=3, batch=batch)
-        lm.begin(repeat, 2)
+        lm.begin("t", repeat, 2)
         return lm.generate_until(asked)
 
     assert drawn(0) == drawn(0, batch=3)
