@@ -121,6 +121,9 @@ class Needs:
     costs: bool = False
 
 
+MOST_ROWS = 16_384  # that a step may verify of one sequence: what holds them is set aside before it starts
+
+
 @dataclass(frozen=True, slots=True)
 class Gives:
     """What a drafter may propose: its shape, the most rows and depth, and what its candidates are drawn from."""
@@ -129,6 +132,17 @@ class Gives:
     rows: int
     depth: int
     q: Literal["one-hot", "sampled"] = "one-hot"
+
+    def within(self, budget: int | None, limit: int) -> int:
+        """The most rows of a step, where `limit` tokens may be emitted; refuses more than can be verified at once."""
+        rows = self.rows if budget is None else min(budget, self.rows)
+        rows = min(rows, limit) if self.shape == "chain" else rows
+        if rows > MOST_ROWS:
+            raise UserError(
+                f"the drafter may propose {rows} rows a step, and {MOST_ROWS} can be verified at once: give smaller "
+                "numbers for its width, window or nodes"
+            )
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,7 @@ def decode(
     begin, clock = time.perf_counter(), Clock(target.device)
     needs, gives, vocab = drafter.needs, drafter.gives, target.config.vocab
     nodes = gives.rows if budget is None else min(budget, gives.rows)
-    slots = (
-        len(r.prompt) + r.stop.limit + (min(nodes, r.stop.limit) if gives.shape == "chain" else nodes) for r in requests
-    )
+    slots = (len(r.prompt) + r.stop.limit + gives.within(budget, r.stop.limit) for r in requests)
     cache = target.open_cache(len(requests), max(slots))
     out = [Generation(i, len(r.prompt), logprobs=[] if logprobs else None) for i, r in enumerate(requests)]
     live = [Live(r, cache.open(), g, list(r.prompt)) for r, g in zip(requests, out, strict=True)]

@@ -52,12 +52,11 @@ def replay(
 def _one(drafter: Drafter[Any], request: Request, answer: Sequence[int], index: int, budget: int | None) -> Generation:
     if not answer:
         raise UserError(f"answer {index} is empty; an answer has at least the token that its prompt decides")
-    # one number a token: it has room, and holds nothing
-    slots = len(request.prompt) + request.stop.limit + drafter.gives.rows
-    cache = DenseCache(uniform(1, 1, 1), sequences=1, capacity=slots, dtype=torch.bool, device="cpu")
+    # nothing is ever written into it: it has room for a step
+    nodes = drafter.gives.within(budget, request.stop.limit)
+    cache = DenseCache(uniform(1, 1, 1), sequences=1, capacity=1 + nodes, dtype=torch.bool, device="cpu")
     out = Generation(index, len(request.prompt))
     s = Live(request, cache.open(), out, list(request.prompt))
-    nodes = drafter.gives.rows if budget is None else min(budget, drafter.gives.rows)
     opened = Opened(request.prompt, request.documents, request.stop.limit, request.processors, s.slot, cache)
     (s.state,) = each_of(drafter, "start", drafter.start([opened]), [s])
     s.take(EMPTY, Verdict((), answer[0]), None)

@@ -6,9 +6,9 @@ a position is the product of the estimated acceptances up to it, as in the adapt
 taken as independent.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from math import prod
 
 from ..decoding.cost import Profile
 
@@ -22,6 +22,8 @@ SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a member's own rows
 class Estimate:
     """What one member's drafts came to on one sequence. A position's acceptance is conditional: those before it kept.
 
+    A position that was in reach and for which nothing was drafted is one that was not kept: a member that often finds
+    nothing, or whose tree ends early, is worth no more than what it brought.
     Where a member was not asked, what is known of it fades towards the hope, so that it is asked again some time.
     """
 
@@ -32,13 +34,14 @@ class Estimate:
     seconds: float = 0.0
 
     def told(self, allowed: int, rows: int, depth: int, accepted: int, seconds: float) -> None:
-        """One step: `rows` drafted of `allowed`, `depth` deep, of which `accepted` were kept, in `seconds`."""
+        """One step: `rows` drafted of `allowed`, which reach `depth` deep; `accepted` were kept. It took `seconds`."""
         self._fade()
         if not allowed:
             return
         self.asked += 1
         self.drafted += rows / allowed
         self.seconds += seconds
+        depth = max(depth, accepted)
         while len(self.tried) < depth:
             self.tried.append(0.0)
             self.kept.append(0.0)
@@ -52,7 +55,7 @@ class Estimate:
         self.asked, self.drafted, self.seconds = (x * FORGET for x in (self.asked, self.drafted, self.seconds))
 
     def survival(self, depth: int) -> list[float]:
-        """The chance that positions 1 … depth are kept, of a draft that reaches them."""
+        """The chance that positions 1 … depth are kept, where it may draft so deep."""
         mean = (sum(self.kept) + TRUST * HOPE) / (sum(self.tried) + TRUST)
         out, alive = [], 1.0
         for i in range(depth):
@@ -80,26 +83,44 @@ def allocate(
     profile: Profile,
     batch: int = 1,
 ) -> list[int]:
-    """Rows for each member. `most`, `deepest`: what it can use (rows, candidates on a path) in this step."""
+    """Rows for each member. `most`, `deepest`: what it can use (rows, candidates on a path) in this step.
+
+    The members' shares are improved one by one, from nobody's and from equal ones, so that many members take a time
+    that grows with their square; all combinations of shares would be 5 to the power of the members.
+    """
     choices = [sorted({round(share * m) for share in SHARES}) for m in most]
     alive = [e.survival(d) for e, d in zip(estimates, deepest, strict=True)]
-    best, best_rate = [0] * len(most), 1 / profile.at(batch)
-    for rows in product(*choices):
+
+    def rate(rows: Sequence[int]) -> float:
+        """Tokens a second."""
         used = sum(r * e.fill for r, e in zip(rows, estimates, strict=True))
-        if not 0 < sum(rows) <= room:
-            continue
-        offered = [
-            (e.fill if r else 0.0, s[: max(1, round(d * r / m))])
-            for r, m, d, s, e in zip(rows, most, deepest, alive, estimates, strict=True)
-            if r
-        ]
-        tokens = 1.0
-        for position in range(max(len(s) for _, s in offered)):
-            none = 1.0
-            for fill, s in offered:
-                none *= 1 - (fill * s[position] if position < len(s) else 0.0)
-            tokens += 1 - none
         seconds = profile.at(batch * (1 + used)) + sum(e.cost_s for r, e in zip(rows, estimates, strict=True) if r)
-        if tokens / seconds > best_rate:
-            best, best_rate = list(rows), tokens / seconds
-    return best
+        offered = [s[: reach(d, r, m)] for r, m, d, s in zip(rows, most, deepest, alive, strict=True) if r]
+        tokens = 1.0
+        for position in range(max(map(len, offered), default=0)):
+            tokens += 1 - prod(1 - s[position] for s in offered if position < len(s))
+        return tokens / seconds
+
+    equal = [max(c for c in of if c <= room // len(most)) for of in choices]
+    found = [_climb([0] * len(most), choices, room, rate), _climb(equal, choices, room, rate)]
+    return max(found, key=rate)
+
+
+def reach(depth: int, rows: int, most: int) -> int:
+    """How deep a member may draft with `rows` of the `most` that it can use `depth` deep."""
+    return max(1, round(depth * rows / most)) if rows and depth else 0
+
+
+def _climb(
+    rows: list[int], choices: Sequence[Sequence[int]], room: int, rate: Callable[[Sequence[int]], float]
+) -> list[int]:
+    """From `rows` on, the best choice of one member after the other, until none is better."""
+    best, moved = rate(rows), True
+    while moved:
+        moved = False
+        for m, of in enumerate(choices):
+            for choice in of:
+                other = [*rows[:m], choice, *rows[m + 1 :]]
+                if sum(other) <= room and (found := rate(other)) > best:
+                    rows, best, moved = other, found, True
+    return rows

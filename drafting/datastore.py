@@ -24,6 +24,7 @@ from .suffix_array import BORDER, DEPTH, SuffixArray, sort_places
 from .trained import NOTE
 
 KIND = f"datastore by {DEPTH} tokens"
+_NOTED = {"vocabulary": str, "largest": int, "corpus": str}  # in the file's note, by type
 PIECE = 1 << 20  # bytes of text that are tokenised at once
 
 
@@ -104,7 +105,7 @@ def _documents(file: Path) -> Iterator[tuple[str, int]]:
             done += len(piece)
             where = f"{file}:{number}" if file.suffix == ".jsonl" else str(file)
             try:
-                text = piece.decode()
+                text = piece.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows puts a mark before a text
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is not UTF-8 ({error.reason}): save it as such") from None
             if file.suffix == ".jsonl" and text.strip():
@@ -132,12 +133,12 @@ def _batches(file: Path) -> Iterator[tuple[list[str], int]]:
 def _text_of(line: str, where: str) -> str:
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error})") from None
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str):
         raise UserError(f"{where}: a line of a corpus is a text in quotes, or an object with a `text`, not {line:.60}")
-    return text
+    return text.encode("utf-8", "replace").decode()  # half a character, as "\ud800", has no bytes
 
 
 def _make(file: Path, corpus: Path, tokenizer: PreTrainedTokenizerBase, words: str, progress: Progress | None) -> None:
@@ -178,7 +179,9 @@ def _about(file: Path) -> Mapping[str, Any]:
         about, slices = {}, {}
     kinds = {name: part.get_dtype() for name, part in slices.items()}
     sizes = {tuple(part.get_shape()) for part in slices.values()}
-    if about.get("kind") != KIND or kinds != {"text": "U32", "order": "U32"} or len(sizes) != 1:
+    known = isinstance(about, Mapping) and about.get("kind") == KIND
+    known = known and all(isinstance(about.get(name), kind) for name, kind in _NOTED.items())
+    if not known or kinds != {"text": "U32", "order": "U32"} or [len(s) for s in sizes] != [1]:
         raise UserError(f"{file} is no {KIND}: name one that drafting.corpus made, or make it again")
     return about
 
@@ -187,5 +190,7 @@ def _read(file: Path) -> SuffixArray:
     stored = _open(file)
     text, order = stored.get_tensor("text").numpy(), stored.get_tensor("order").numpy()
     if not len(text) or text[-1] != BORDER or int(order.max()) >= len(text):
+        raise UserError(f"{file} is damaged: delete it and make it again")
+    if int(text[text != BORDER].max(initial=0)) > _about(file)["largest"]:
         raise UserError(f"{file} is damaged: delete it and make it again")
     return SuffixArray(text, order)

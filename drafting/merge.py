@@ -25,7 +25,7 @@ from ..decoding.draft import (
 )
 from ..decoding.errors import UserError
 from ..decoding.noise import Noise
-from .budget import Estimate, allocate
+from .budget import Estimate, allocate, reach
 
 Order = Literal["together", "first"]
 Budget = int | Literal["auto"] | None
@@ -86,6 +86,7 @@ class State:
     rows: list[list[int]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     allowed: list[int] = field(default_factory=list)
+    reach: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
 
@@ -102,6 +103,7 @@ class Merged:
     def sources(self) -> tuple[str, ...]:
         names: list[str] = []
         for name in (name for m in self.members for name in m.sources):
+            name = name.partition("#")[0]  # a merge of merges numbers them anew
             count = sum(n.partition("#")[0] == name for n in names)
             names.append(f"{name}#{count + 1}" if count else name)
         return tuple(names)
@@ -125,9 +127,13 @@ class Merged:
 
     def propose(self, states: Sequence[State], room: Sequence[Room], noise: Sequence[Noise]) -> list[Draft]:
         shares = [self._shares(s, r, len(states)) for s, r in zip(states, room, strict=True)]
-        for s, share in zip(states, shares, strict=True):
+        for s, r, share in zip(states, room, shares, strict=True):
             s.drafts = [EMPTY] * len(self.members)
             s.allowed = [r.rows for r in share]
+            s.reach = [
+                reach(mine.depth, mine.rows, min(m.gives.rows, r.rows))
+                for m, mine in zip(self.members, share, strict=True)
+            ]
             s.seconds = [0.0] * len(self.members)
         for m, member in enumerate(self.members):
             asked = [i for i, share in enumerate(shares) if share[m].rows and not self._settled(states[i], m)]
@@ -174,7 +180,7 @@ class Merged:
                 for m, estimate in enumerate(s.estimates):
                     draft = s.drafts[m]
                     kept = len(_own_path(draft, s.rows[m], news.own_path))
-                    estimate.told(s.allowed[m], len(draft), draft.depth, kept, s.seconds[m])
+                    estimate.told(s.allowed[m], len(draft), s.reach[m], kept, s.seconds[m])
         for m, member in enumerate(self.members):
             told = [_view(news, s.drafts[m], s.rows[m], member.needs) for s, news in zip(states, seen, strict=True)]
             for s, state in zip(states, member.observe([s.states[m] for s in states], told), strict=True):

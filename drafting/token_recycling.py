@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
 from ..decoding.errors import UserError
 from ..decoding.noise import Noise
-from .trees import TreeShape, Wanted, asked, file_of, optimal
+from .trees import MOST, TreeShape, Wanted, asked, file_of, optimal
 
 Table = dict[int, tuple[int, ...]]  # a token's likeliest followers, likeliest first
 
@@ -38,6 +38,8 @@ class TokenRecycling:
         for name in ("nodes", "depth", "width"):
             if getattr(self, name) < 1:
                 raise UserError(f"drafting.{name} must be at least 1, got {getattr(self, name)}")
+        if self.nodes > MOST:
+            raise UserError(f"drafting.nodes must be at most {MOST}, got {self.nodes}")
         for name in ("hit", "fall"):
             if not 0 < getattr(self, name) < 1:
                 raise UserError(f"drafting.{name} must be between 0 and 1, got {getattr(self, name)}")
@@ -67,10 +69,17 @@ class TokenRecycling:
         return _gives(self.shape)
 
     def check(self, target: Any) -> list[str]:
+        _fits(self.width, target.config.vocab_size)
         return []
 
     def build(self, resources: Resources) -> "Recycler":
+        _fits(self.width, resources.target.config.vocab)
         return Recycler(self, self.shape, {} if self.remember else None)
+
+
+def _fits(width: int, vocab: int) -> None:
+    if width > vocab:
+        raise UserError(f"drafting.width must be at most {vocab}, the target's vocabulary, got {width}")
 
 
 def _gives(shape: TreeShape) -> Gives:

@@ -98,7 +98,13 @@ def asked(wanted: Wanted, depth: int) -> TreeShape:
         found = cartesian([1] * depth) if wanted == "chain" else read_tree(wanted)
     else:
         widths, paths = [w for w in wanted if isinstance(w, int)], [path for path in wanted if isinstance(path, tuple)]
-        found = shape([]) if widths and paths else cartesian(widths) if widths else shape(paths)
+        found = (
+            shape([])
+            if widths and paths
+            else cartesian(widths)
+            if widths
+            else listed([list(p) for p in paths], f"drafting.tree={wanted}")
+        )
     if not len(found) or any(min(path) < 0 for path in found.paths):
         raise UserError(f"drafting.tree={wanted} is no tree: widths of at least 1, or paths of ranks from 0 on")
     return found

@@ -22,6 +22,7 @@ from ..decoding.law import LawSettings
 from ..decoding.model.source import ModelSpec, open_source
 from ..decoding.replay import replay
 from ..decoding.request import Request, request
+from ..drafting.suffix_array import BORDER
 from .files import read_result
 from .items import Row
 from .measure import Measurement, Sample, Timing
@@ -29,7 +30,7 @@ from .tasks import Task, TaskSettings, encode, encode_documents, load_task, read
 
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 _ANSWERED = ("model", "acceptance", "task", "dtype", "seed", "quantization", "attention")  # how answers came to be
-_ANY_ID = 1 << 62  # no model says how many there are
+_ANY_ID = BORDER  # no model says how many there are; drafters keep 32 bits of an id
 
 Progress = Callable[[str, int, int], None]
 
@@ -105,15 +106,17 @@ def _recorded(row: Row) -> Sample:
     answer = _ids(row, plain.get("tokens"), "baseline.tokens")
     documents = [_ids(row, ids, "each of documents") for ids in row.entries("documents")]
     most = row.fields.get("max_new_tokens")
-    if not isinstance(most, int) or most < len(answer):
+    if type(most) is not int or most < len(answer):
         raise UserError(f"{row.where}: max_new_tokens={most!r} is below the {len(answer)} tokens of its answer")
     asked = _request(_ids(row, row.fields["prompt_ids"], "prompt_ids"), most, documents)
     return _sample(str(row.fields.get("id")), str(row.fields.get("category")), asked, answer, plain)
 
 
 def _ids(row: Row, found: Any, key: str) -> list[int]:
-    if not isinstance(found, list) or not found or not all(type(i) is int and i >= 0 for i in found):
-        raise UserError(f"{row.where}: {key} must be a list of token ids that is not empty, not {found!r:.60}")
+    if not isinstance(found, list) or not found or not all(type(i) is int and 0 <= i < _ANY_ID for i in found):
+        raise UserError(
+            f"{row.where}: {key} must be a list of token ids (0 to {_ANY_ID - 1}) that is not empty, not {found!r:.60}"
+        )
     return found
 
 
