@@ -1,5 +1,6 @@
 """A smaller model drafts a chain (arXiv:2211.17192, arXiv:2302.01318), keeping its own KV."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -225,7 +226,11 @@ class ModelDrafter:
             on = []
             for row, i in enumerate(going):
                 scores = states[i].processors.scores(self._over(logits[row]), [*states[i].tokens, *tokens[i]])
-                if self._speechless(logits[row], scores) or (tokens[i] and self._unsure(scores)):
+                if (
+                    self._broken(scores)
+                    or self._speechless(logits[row], scores)
+                    or (tokens[i] and self._unsure(scores))
+                ):
                     continue
                 token, q = self._choose(scores, noise[i], len(tokens[i]))
                 tokens[i].append(token)
@@ -234,6 +239,16 @@ class ModelDrafter:
                     on.append(i)
             going = on
         return [chain(t, torch.stack(q) if self.sampled and q else None) for t, q in zip(tokens, laws, strict=True)]
+
+    def _broken(self, scores: Tensor) -> bool:
+        """Whether its numbers overflowed: there is no law to draw from."""
+        if not bool(scores.isnan().any()):
+            return False
+        text = (
+            f"the draft model's logits are not finite in {self.model.dtype}: no drafts there; try drafting.model.dtype"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return True
 
     def _own(self, tokens: Sequence[int]) -> list[int]:
         """Drafted tokens in the draft model's ids."""

@@ -57,7 +57,10 @@ class Block:
                 kept, left = i, residual(rest, torch.zeros_like(rest)) if float(rest.sum()) > 0 else p
             if i < gamma:
                 x = draft.tokens[i]
-                r = min(1.0, r * float(p[x]) / float(_q(draft, i, p)[x]))
+                q = float(_q(draft, i, p)[x])
+                r = min(1.0, r * float(p[x]) / q) if q > 0 else 0.0  # not drawn from q, or q is NaN: never kept
+                if r == 0:  # nor is what stands behind it
+                    break
         token = int(perturbed(left.log(), noise.rest(kept)).argmax())
         return Verdict(tuple(range(kept)), token)
 

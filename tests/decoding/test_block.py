@@ -62,6 +62,18 @@ def test_it_keeps_no_less_than_token_by_token(monkeypatch: pytest.MonkeyPatch) -
     assert max(block - token for block, token in pairs) > 0.01
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_token_that_q_cannot_have_drawn_is_never_kept(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """A draft model whose numbers overflow: the law is the target's all the same."""
+    p = table(1, 3)
+
+    def plan(state, room, noise):
+        return chain([0, 1], torch.full((2, 3), value))
+
+    found = outcomes(monkeypatch, lambda: step(Block(), plan, p, PROMPT, 3)[0])
+    assert [found.get(t, 0.0) for t in range(3)] == pytest.approx(p(PROMPT).tolist(), abs=1e-6)
+
+
 def test_the_papers_example() -> None:
     """Section 1: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 kept token by token, 11/9 in blocks."""
     p, q = torch.tensor([1 / 3, 2 / 3]), torch.tensor([2 / 3, 1 / 3])

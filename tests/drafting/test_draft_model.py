@@ -4,10 +4,11 @@ import re
 import warnings
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from decodelab.decoding import loop, reference
-from decodelab.decoding.acceptance import Greedy, Sampling
+from decodelab.decoding.acceptance import Acceptance, Block, Greedy, Sampling
 from decodelab.decoding.draft import Opened, Room
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
@@ -21,12 +22,12 @@ PROMPTS = ([5, 9, 30], [7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 3, 22, 41, 9])
 RULES = [Greedy(), Greedy(repetition_penalty=1.2), Sampling(temperature=0.8), Sampling(top_k=5, top_p=0.9)]
 
 
-def ask(target: Decoder, rule: Greedy | Sampling, n: int, prompts=PROMPTS) -> list[Request]:
+def ask(target: Decoder, rule: Acceptance, n: int, prompts=PROMPTS) -> list[Request]:
     c = target.config
     return [request(p, law=rule.law(), max_new_tokens=n, vocab=c.vocab, context=c.max_positions) for p in prompts]
 
 
-def drafter(model: Decoder, target: Decoder, rule: Greedy | Sampling, **settings) -> ModelDrafter:
+def drafter(model: Decoder, target: Decoder, rule: Acceptance, **settings) -> ModelDrafter:
     return ModelDrafter(DraftModel(**settings), model, target.config.vocab, rule.law())
 
 
@@ -123,6 +124,17 @@ def test_no_draft_is_begun_where_the_model_is_unsure():
     sure = drafter(target, target, rule, max_draft=6, confidence=0.999999)
     got = loop.generate(target, ask(target, rule, 15), sure, rule)
     assert {s.drafted for g in got for s in g.steps[:-1]} == {1}  # the first token is always offered
+
+
+def test_a_model_whose_numbers_overflow_drafts_nothing():
+    target, model = tiny_decoder(), tiny_decoder(1)
+    model.unembedding.weight[5] = torch.nan
+    for rule, proposal in ((Block(), "sampled"), (Sampling(), "sampled"), (Greedy(), "coupled")):
+        requests = ask(target, rule, 5)
+        d = drafter(model, target, rule, proposal=proposal)
+        with pytest.warns(RuntimeWarning, match=r"the draft model's logits are not finite in torch.float64: no drafts"):
+            got = loop.generate(target, requests, d, rule)
+        assert accepted(got) == (0, 0)
 
 
 def test_sampled_drafts_are_coupled_under_a_greedy_rule():
