@@ -83,8 +83,8 @@ def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained
             f"{file} cannot be read ({' '.join(str(error).split())[:200]}): fetch or train it again"
         ) from None
     if not isinstance(about, dict):
-        where = "its note" if note is not None else f"the {CONFIG} beside it"
-        raise UserError(f"{file}: {where} is {str(about)[:60]!r}, but must be a mapping: fetch or train it again")
+        told = "its note" if note is not None else f"the {CONFIG} beside it"
+        raise UserError(f"{file}: {told} is {str(about)[:60]!r}, but must be a mapping: fetch or train it again")
     if note is not None and about.get("kind") != kind:
         raise UserError(f"{file} holds {about.get('kind')}, not {kind}: choose drafting={about.get('kind')}")
     return Trained(file, about, shapes, note is not None)
