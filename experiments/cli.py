@@ -16,6 +16,7 @@ from .. import __version__
 from ..decoding.errors import UserError
 from .compose import CONFIGS, Composer, defaults, groups
 from .construct import did_you_mean
+from .files import FULL
 from .sweep.grid import Cell, composed, expand
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ EXAMPLES = (
 )
 _NO_KEYS = ("_target_:", "# @package")  # lines of a YAML file that a command line does not set
 _OF_SWEEPS = ("stop_after_failures", "budget_hours", "rerun")
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +79,8 @@ def _in_one_line(do: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _fail(130, "interrupted; what was finished before is kept")
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return _fail(2, f"the name of a file or folder is too long for this disk: {error.filename}")
         if error.errno not in FULL:
             raise
         return _fail(1, _disk_full(error))
@@ -91,6 +93,8 @@ def _fail(code: int, message: str) -> int:
 
 def _disk_full(error: OSError) -> str:
     what = f"{error.filename} was" if error.filename else "a file of the run was"
+    if error.errno == errno.EFBIG:
+        return f"a file would be larger than is allowed here: {what} not written whole; raise the limit (ulimit -f)"
     return f"the disk is full: {what} not written whole; free some space, or name another disk with output=DIR"
 
 
@@ -334,7 +338,7 @@ def _about(file: Path) -> str:
 
 def _keys(file: Path) -> list[str]:
     """The lines of a YAML file, comments included, without what a command line does not set."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8", errors="replace")
     if file.parent == CONFIGS:
         text = text.partition("\n\n")[2]  # behind the list of groups
     return [f"  {line}" for line in text.splitlines() if line.strip() and not line.lstrip(" -").startswith(_NO_KEYS)]

@@ -1,5 +1,6 @@
 """From the words of a command line to a RunConfig: Hydra composes the YAML, a strict constructor builds from it."""
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from ..decoding.errors import UserError
-from .construct import Constructor, UnknownKeyError, as_list, did_you_mean
+from .construct import Constructor, UnknownKeyError, as_list, did_you_mean, shown
 
 if TYPE_CHECKING:  # --help waits for neither torch nor Hydra
     from hydra.core.override_parser.types import Override
@@ -44,6 +45,23 @@ def groups(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     return found
 
 
+def content(file: Path) -> dict[str, Any]:
+    """What the YAML file of an option says."""
+    try:
+        with file.open(encoding="utf-8") as opened:  # so that PyYAML names it
+            found = yaml.safe_load(opened)
+        json.dumps(found, default=str, skipkeys=True)  # refuses what contains itself
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8: save it in that encoding") from None
+    except yaml.YAMLError as error:
+        raise UserError(_line(error)) from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{file} contains itself by an anchor, or is nested too deep") from None
+    if not isinstance(found, dict | None):
+        raise UserError(f"{file} must hold keys, a line KEY: VALUE each; it is {shown(found)[:80]}")
+    return found or {}
+
+
 def defaults() -> dict[str, str | None]:
     """The groups, each with the option that is taken unless another is named."""
     listed = yaml.safe_load((CONFIGS / "run.yaml").read_text(encoding="utf-8"))["defaults"]
@@ -64,6 +82,7 @@ class Composer:
         self._searchpath = ",".join(quoted(f"file://{folder.resolve()}") for folder in config_dirs)
         self._chosen: dict[tuple[str, ...], DictConfig] = {}
         self._parsed: dict[str, Override] = {}
+        self._sound: set[Path] = set()
 
     def compose(self, overrides: Sequence[str]) -> "RunConfig":
         """As the function `compose`."""
@@ -94,6 +113,8 @@ class Composer:
         words = [self.parse(word) for word in overrides]
         for override in words:
             _check(override, self.options)
+            if override.key_or_group in self.options:
+                self._read(override)
         composed = deepcopy(self._choose(tuple(str(o.input_line) for o in words if o.key_or_group in self.options)))
         for override in words:
             if override.key_or_group not in self.options:  # it may be new to the YAML: the constructor knows
@@ -101,6 +122,14 @@ class Composer:
                 merge = not isinstance(value, list)  # a list replaces whatever stands there
                 OmegaConf.update(composed, override.key_or_group, value, merge=merge, force_add=True)
         return composed
+
+    def _read(self, override: "Override") -> None:
+        """The user's own files of options, which are said to be wrong by their names."""
+        named, files = override.value(), self.options[override.key_or_group]
+        for file in (files[str(name)] for name in (named if isinstance(named, list) else [named])):
+            if file not in self._sound and not file.is_relative_to(CONFIGS):
+                content(file)
+            self._sound.add(file)
 
     def _choose(self, words: tuple[str, ...]) -> "DictConfig":
         """What Hydra composes of the options that `words` name."""
@@ -202,7 +231,7 @@ def described(group: str, chosen: Any, options: Mapping[str, Path]) -> dict[str,
         raise UserError(
             f"{group}={name} is unknown: {did_you_mean(str(name), options)}options are {', '.join(options)}"
         )
-    return _with_members(_changed(yaml.safe_load(options[name].read_text(encoding="utf-8")), keys), options)
+    return _with_members(_changed(content(options[name]), keys), options)
 
 
 def _changed(content: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,8 +253,8 @@ def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
     group, _, name = key.partition(".")
     have = []
     for option, file in options.get(group, {}).items():
-        with suppress(yaml.YAMLError, UnicodeDecodeError):  # a broken one that was not chosen is no matter here
-            if name in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
+        with suppress(UserError):  # a broken one that was not chosen is no matter here
+            if name in content(file):
                 have.append(option)
     return f"{group}={', '.join(have)}" if have else ""
 
@@ -260,8 +289,8 @@ def _one_line() -> Iterator[None]:
         raise UserError(f"{at}{str(error).splitlines()[0]}") from error
     except (HydraException, yaml.YAMLError) as error:
         raise UserError(_line(error)) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"a YAML file is not UTF-8, or contains itself: {_line(error)[:200]}") from None
+    except (OSError, UnicodeDecodeError, RecursionError) as error:  # of a file that another one names
+        raise UserError(f"a YAML file is not UTF-8, holds no keys, or contains itself: {_line(error)[:200]}") from None
 
 
 def _line(error: Exception) -> str:

@@ -77,6 +77,8 @@ class RunConfig:
             object.__setattr__(self, "quality", quality)
         if self.batch < 1:
             raise UserError(f"batch must be at least 1, got {self.batch}")
+        if self.against is not None and not self.against.strip():
+            raise UserError("against is empty; name the folder of a run, or null for none")
         if self.replay is not None:
             self._check_replay(self.replay)
         cores = os.cpu_count() or 1

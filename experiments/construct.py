@@ -7,7 +7,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -200,6 +200,8 @@ def _nouns(expected: Any, many: bool = False) -> list[str]:
         return ["true", "false"]
     if expected in _NOUNS:
         return [_NOUNS[expected][many]]
+    if isinstance(expected, type) and is_dataclass(expected):
+        return [f"a mapping with {', '.join(field.name for field in fields(expected))}"]
     return [f"a {getattr(expected, '__name__', expected)}"]
 
 

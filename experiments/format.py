@@ -64,6 +64,6 @@ def interval(found: Mapping[str, Any]) -> str:
     """A speedup with its 95 % interval; with n where there are too few prompts for one."""
     if found["value"] is None:
         return "–"
-    if found["low"] is None:
+    if found["low"] is None or found["high"] is None:
         return f"{found['value']:.2f}× (n={found['n']})"
     return f"{found['value']:.2f}× [{found['low']:.2f}, {found['high']:.2f}]"

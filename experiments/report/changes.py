@@ -115,6 +115,9 @@ def _alone(some: Sequence[Run], side: Sequence[Run], other: Sequence[Run], of: s
     """A line for those without a partner: how many, and what it is that none of the other side shares."""
     if not some:
         return
+    if not other:
+        yield f"{len(some)} of {len(side)} runs{of} have no partner: nothing else has a result"
+        return
     why: Counter[str] = Counter()
     for run in some:
         # what makes them two configurations; a commit or a device does not
@@ -167,15 +170,16 @@ def _change(label: str, before: Run, after: Run, notes: list[str]) -> Change:
 
 def _quality(label: str, before: Run, after: Run, notes: list[str]) -> Mapping[str, Any] | None:
     """Item by item, as the run asks to be compared; what forbids it is a note."""
-    from ..quality import against
+    from ..quality.against import compare
+    from ..quality.run_quality import read_quality
 
     if not (before.at("quality.tasks") and after.at("quality.tasks")):
         return None
     epsilon, allowed = after.number("config.quality.epsilon"), after.at("config.quality.allow")
     try:
-        return against.compare(
-            against.read_quality(after.folder),
-            against.read_quality(before.folder),
+        return compare(
+            read_quality(after.folder),
+            read_quality(before.folder),
             epsilon=EPSILON if epsilon is None else epsilon,
             allow=allowed if isinstance(allowed, list) else (),
         )

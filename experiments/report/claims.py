@@ -12,9 +12,8 @@ from textwrap import wrap
 from typing import Any, Literal
 
 from ...decoding import cost
-from ..files import read_lines
 from ..format import BUSY, percent
-from .explain import Log
+from .explain import Log, seconds_of
 from .load import Run
 from .rows import drafter, model, task
 
@@ -83,9 +82,8 @@ def _alpha(run: Run) -> float | None:
 
 
 def _pair(run: Run) -> str:
-    asked = run.at("config.drafting.model") or {}
-    draft = asked.get("name") or str(asked.get("path")).rstrip("/").rpartition("/")[2]
-    return f"{draft} for {model(run)}"
+    name, path = (run.at(f"config.drafting.model.{key}") for key in ("name", "path"))
+    return f"{name or str(path).rstrip('/').rpartition('/')[2]} for {model(run)}"
 
 
 # --- copies
@@ -119,8 +117,8 @@ def _speedup(samples: Sequence[dict[str, Any]]) -> float | None:
     """As in a run's row: a ratio of sums."""
     sums = []
     for side in ("baseline", "strategy"):
-        some = [s[side] for s in samples if len(s[side]["tokens"]) > 1]
-        sums.append((sum(g["latency_s"] - g["ttft_s"] for g in some), sum(len(g["tokens"]) - 1 for g in some)))
+        some = [(spent, s[side]) for s in samples if (spent := seconds_of(s[side])) and len(s[side]["tokens"]) > 1]
+        sums.append((sum(spent for spent, _ in some), sum(len(g["tokens"]) - 1 for _, g in some)))
     (plain_s, plain_n), (ours_s, ours_n) = sums
     return plain_s * ours_n / (plain_n * ours_s) if plain_n and ours_s else None
 
@@ -148,10 +146,11 @@ def _predictable(runs: Sequence[Run]) -> Claim:
 
 def _kept(run: Run) -> dict[str, float]:
     """Tokens kept of a draft, by category."""
-    category = {s["id"]: s["category"] for s in Log(run).samples}
+    log = Log(run)
+    category = {s["id"]: s["category"] for s in log.samples}
     found: dict[str, list[int]] = {}
-    for row in read_lines(run.folder / "events.jsonl"):
-        if (row.get("side"), row.get("event")) == ("strategy", "step") and row["depth"]:
+    for row in log.rows("strategy"):
+        if row["depth"] and row["id"] in category:
             found.setdefault(category[row["id"]], []).append(row["accepted"])
     return {name: sum(counts) / len(counts) for name, counts in found.items()}
 
@@ -170,7 +169,7 @@ def _caching(runs: Sequence[Run]) -> Claim:
         for run in runs
         if run.at("config.batch") == 1
         for s in Log(run).samples
-        if s["baseline"]["latency_s"]
+        if s["baseline"]["latency_s"] and s["baseline"]["ttft_s"]
     ]
     if not shares:
         return Claim(*claimed, "needs a timed run", "not yet", "")
@@ -189,7 +188,7 @@ def _paging(runs: Sequence[Run]) -> Claim:
     run = _most(runs)
     samples = [] if run is None else Log(run).samples
     lengths = [s["prompt_tokens"] + len(s["strategy"]["tokens"]) - 1 for s in samples]  # the last is not cached
-    limit = None if run is None else run.at("config.task.max_new_tokens")
+    limit = None if run is None else run.number("config.task.max_new_tokens")
     if run is None or not lengths or limit is None:
         return Claim(*claimed, "needs a run", "not yet", "")
     paged = sum(-(-n // _BLOCK) * _BLOCK for n in lengths)

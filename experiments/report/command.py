@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...decoding.errors import UserError
-from ..files import result_files
+from ..files import FULL, result_files, write_atomic
 
 _NAMED = 20  # runs, of a folder that holds more
 USAGE = "decodelab report DIR… [--against DIR] [output=DIR], report explain RUN, or report claims DIR…"
@@ -114,11 +114,11 @@ def _writable(asked: Asked) -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    from ..files import write_atomic
-
     try:
         write_atomic(file, text)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno in FULL:
+            raise
         raise UserError(f"{file} cannot be written ({error.strerror}); name another folder with output=DIR") from error
 
 

@@ -3,7 +3,7 @@
 speedup = tokens a step × seconds of a plain step ÷ seconds of a step; both steps are those of the target's forwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +11,29 @@ from statistics import fmean, median
 from typing import Any
 
 from ...decoding import cost
+from ...decoding.errors import UserError
 from ...decoding.events import Step
-from ..files import read_lines, read_result
+from ..files import misfit, read_lines, read_result
 from ..format import BUSY, percent, positions, seconds
-from .load import Run
+from .load import Run, number_at
 
 _WORTH = 0.03  # of the speedup: less is not told
 _FEW = 3  # steps from which a time is taken
 _LENGTHS = ("max_draft", "copy")  # what the drafters call the length of a draft
+# What is taken for granted of the lines of a run's files; seconds are not there where nothing was timed.
+_ANSWER = {
+    "tokens": list, "reason": (str, None), "ttft_s": (float, None), "latency_s": (float, None),
+    "delivered": (list, None),
+}  # fmt: skip
+_SAMPLE = {
+    "id": str, "category": str, "batch": int, "prompt_tokens": int, "baseline": _ANSWER, "strategy": _ANSWER,
+}  # fmt: skip
+_PHASES = ("draft_s", "verify_s", "accept_s", "commit_s", "other_s")
+_STEP = {
+    "id": str, **dict.fromkeys(("batch", "drafted", "verified", "depth", "accepted", "emitted"), int),
+    **dict.fromkeys((f"{name}?" for name in _PHASES), float),
+    "ranks?": [int], "offered?": [int],
+}  # fmt: skip
 
 
 def explain(folder: Path) -> list[str]:
@@ -29,6 +44,8 @@ def explain(folder: Path) -> list[str]:
             *_quality(log.run),
             "no decoding was timed here: decodelab run measures speed, with quality.tasks=… both",
         ]
+    if log.timed and min(log.plain.forwards, log.plain.seconds, log.ours.seconds) <= 0:
+        raise UserError(f"{folder / 'samples.jsonl'} times no answer, and result.json has a speedup: run it again")
     return [*_outcome(log), *_drafts(log), *_costs(log), *_categories(log.run), *_doubts(log), *_advice(log)]
 
 
@@ -61,6 +78,12 @@ class Side:
         return self.tokens / self.forwards
 
 
+def seconds_of(answer: Mapping[str, Any]) -> float | None:
+    """From the first token to the last; None where it was not timed."""
+    first, last = answer["ttft_s"], answer["latency_s"]
+    return None if first is None or last is None else float(last - first)
+
+
 @dataclass(frozen=True)
 class Log:
     """What a run's folder holds."""
@@ -69,7 +92,13 @@ class Log:
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        return list(read_lines(self.run.folder / "samples.jsonl"))
+        file = self.run.folder / "samples.jsonl"
+        return _whole(file, read_lines(file), _SAMPLE)
+
+    def rows(self, side: str) -> list[dict[str, Any]]:
+        """The steps of a side as the file has them."""
+        file = self.run.folder / "events.jsonl"
+        return _whole(file, (r for r in read_lines(file) if (r.get("side"), r.get("event")) == (side, "step")), _STEP)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -82,9 +111,7 @@ class Log:
 
     def _steps(self, side: str) -> list[Step]:
         names = [field.name for field in fields(Step)]
-        rows = read_lines(self.run.folder / "events.jsonl")
-        steps = [r for r in rows if (r.get("side"), r.get("event")) == (side, "step")]
-        return [Step(**{n: r[n] for n in names if n in r}) for r in steps]
+        return [Step(**{n: r[n] for n in names if n in r}) for r in self.rows(side)]
 
     @cached_property
     def drafting(self) -> list[Step]:
@@ -101,9 +128,11 @@ class Log:
             units.setdefault(sample["batch"], []).append(sample)
         forwards, spent, tokens = 0, 0.0, 0
         for unit in units.values():
-            if any(sum(len(s[side]["tokens"]) - 1 for s in unit) == 0 for side in ("baseline", "strategy")):
+            if any(sum(len(s[side]["tokens"]) - 1 for s in unit) <= 0 for side in ("baseline", "strategy")):
                 continue
             done = [s[name] for s in unit]
+            if any(seconds_of(g) is None or not g["delivered"] for g in done):
+                continue
             forwards += max(len(g["delivered"]) - 1 for g in done)
             spent += max(g["latency_s"] for g in done) - max(g["ttft_s"] for g in done)
             tokens += sum(len(g["tokens"]) - 1 for g in done)
@@ -139,7 +168,7 @@ class Log:
         if any(step.batch > 1 for step in self.steps):
             return None
         if isinstance(known := self.run.at("profile"), Mapping):
-            times = {int(k): float(s) for k, s in known["seconds"].items()}
+            times = {int(k): float(s) for k, s in known["seconds"].items() if k.isdecimal()}
             return cost.Profile(known["context"], times), cost.DraftCost(**known["draft"])
         if self.one_row is None or not self.steps:
             return None
@@ -159,6 +188,13 @@ class Log:
         profile, draft = self.model
         ours, theirs = cost.predict(profile, draft, self.steps), cost.predict(profile, draft, steps)
         return None if ours is None or theirs is None else self.run.result["speedup"]["value"] * theirs / ours
+
+
+def _whole(file: Path, rows: Iterable[dict[str, Any]], shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = list(rows)
+    if (wrong := next(filter(None, (misfit(row, shape) for row in found)), None)) is not None:
+        raise UserError(f"{file} is damaged: of a line, {wrong}; run it again")
+    return found
 
 
 # --- what it came to
@@ -186,9 +222,9 @@ def _outcome(log: Log) -> Iterator[str]:
             yield "no token followed the first of any prompt, so there is no speed: raise task.max_new_tokens"
         return
     found, plain, ours = run.at("speedup"), log.plain, log.ours
-    value, over = found["value"], f"over {found['n']} prompts" if found["n"] > 1 else "on one prompt"
+    value, over = found["value"], "on one prompt" if found["n"] == 1 else f"over {found['n']} prompts"
     faster = f"{value:.2f}× as fast as the {run.at('baseline.kind')}"
-    if found["low"] is None:
+    if found["low"] is None or found["high"] is None:
         yield f"{faster} {over}, too few for an interval"
     else:
         unsure = ": it may be no gain at all" if found["low"] <= 1 <= found["high"] else ""
@@ -274,7 +310,8 @@ def _losses(log: Log) -> Iterator[tuple[str, float]]:
 def _start(log: Log) -> str | None:
     """What the drafter does before the first token."""
     rows = read_lines(log.run.folder / "events.jsonl")
-    spent = [r["draft_s"] for r in rows if (r.get("side"), r.get("event")) == ("strategy", "prefill")]
+    prefills = [r for r in rows if (r.get("side"), r.get("event")) == ("strategy", "prefill")]
+    spent = [found for r in prefills if (found := number_at(r, "draft_s")) is not None]
     latency = log.run.number("strategy.latency_s")
     if not spent or not latency or fmean(spent) < _WORTH * latency:
         return None

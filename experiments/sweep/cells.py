@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
-from ..files import write_atomic
+from ...decoding.errors import UserError
+from ..files import misfit, read_result, write_atomic
 from .grid import Cell
 
 Status = Literal[
@@ -24,6 +25,14 @@ Status = Literal[
     "not started",  # the sweep stopped before it: too many failures, or no time left
 ]
 JOB, STATUS, RESULT, LOG = "job.json", "status.json", "result.json", "log.txt"
+_JOB: Mapping[str, Any] = {
+    "key": str, "label": str, "job": str, "overrides": [str], "config_dirs": [str], "threads": (int, None),
+    "group": str, "sweep": str,
+}  # fmt: skip
+_STATE: Mapping[str, Any] = {
+    "status": str, "detail?": str, "started_at?": (str, None), "seconds?": (float, None), "pid?": (int, None),
+    "code?": (str, None),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +108,21 @@ def scan(folder: Path, *, live: bool = False) -> list[Found]:
 
 
 def read(folder: Path, *, live: bool = False) -> Found | None:
-    """None where no cell was. Of a cell that nobody ended, a result that is whole tells how it went."""
-    job, result = _json(folder / JOB), _json(folder / RESULT)
-    try:
-        asked = Job(**{**job, "overrides": tuple(job["overrides"]), "config_dirs": tuple(job["config_dirs"])})
-    except (TypeError, KeyError):  # no job of ours, or of another version
+    """None where no cell was. Of a cell that nobody ended, a result that is whole tells how it went; a file that is
+    damaged counts as gone."""
+    job, status = _json(folder / JOB, _JOB), _json(folder / STATUS, _STATE)
+    if job is None:
         return None
-    try:
-        written = State(**_json(folder / STATUS))
-    except TypeError:
-        written = State("lost", "its status.json is gone")
+    asked = Job(**{**job, "overrides": tuple(job["overrides"]), "config_dirs": tuple(job["config_dirs"])})
+    written = State("lost", "its status.json is gone or damaged")
+    if status is not None and status["status"] in get_args(Status):
+        written = State(**status)
     if written.status not in ("done", "broken", "running", "interrupted"):
         return Found(folder, asked, written, None)
-    if result.get("key") == asked.key:
+    result: Mapping[str, Any] = {}
+    with suppress(UserError):
+        result = read_result(folder / RESULT)
+    if result.get("key") == asked.key and result["status"] in get_args(Status):
         state = replace(written, status=result["status"], pid=None)
         return Found(folder, asked, state, result, state != written)
     if written.status == "interrupted" or (live and written.status == "running"):
@@ -121,8 +132,8 @@ def read(folder: Path, *, live: bool = False) -> Found | None:
 
 _LOST: Mapping[str, str] = {
     "running": "its process was gone when the sweep was started again",
-    "done": "its result.json is gone",
-    "broken": "its result.json is gone",
+    "done": "its result.json is gone or damaged",
+    "broken": "its result.json is gone or damaged",
 }
 
 
@@ -146,10 +157,14 @@ def _backwards(text: str) -> Iterator[str]:
     return (line.strip() for line in reversed(text.splitlines()) if line.strip())
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """Empty where there is none, or none of ours."""
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
+def _json(file: Path, shape: Mapping[str, Any]) -> dict[str, Any] | None:
+    """None where there is none, or none of ours."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refused)
+        if misfit(found, shape) is None and set(found) <= {name.removesuffix("?") for name in shape}:
+            return dict(found)
+    return None
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no time")

@@ -12,8 +12,9 @@ key that its axis is named after: `sweep: {drafting: [none, {…}], seed: [0, 1]
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import chain, product
+from collections.abc import Mapping, Sequence, Sized
+from itertools import chain, islice, product
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...decoding.errors import UserError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..config import RunConfig
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+MOST = 10_000  # cells: planning takes a hundredth of a second for each, before the first one runs
 _SHOWN = 3  # mistakes of different cells in one message
 _FORM = "sweep is a list of mappings of overrides, [{drafting: none}, {seed: [0, 1]}], or a mapping of names to lists"
 
@@ -40,7 +42,11 @@ def expand(overrides: Sequence[str], composer: Composer, *, multirun: bool = Tru
     Without `multirun`, a word that lists several values is no axis, and so a mistake.
     """
     axes = [_values(word.lstrip("+"), composer) if multirun else [word.lstrip("+")] for word in overrides]
-    rows = list(dict.fromkeys(chain.from_iterable(_rows(words, composer) for words in product(*axes))))
+    _bounded(axes)
+    found = chain.from_iterable(_rows(words, composer) for words in product(*axes))
+    rows = list(islice(found, MOST + 1))
+    _bounded([rows])
+    rows = list(dict.fromkeys(rows))
     return [Cell(list(row), label) for row, label in zip(rows, _labels(rows, composer), strict=True)]
 
 
@@ -65,6 +71,15 @@ def composed(cells: Sequence[Cell], composer: Composer) -> list["RunConfig"]:
     raise UserError(f"{count} of {len(cells)} cells cannot be run, so none is: {mistakes}{remedy}")
 
 
+def _bounded(axes: Sequence[Sized]) -> None:
+    """Before they are multiplied."""
+    if (count := prod(map(len, axes))) > MOST:
+        raise UserError(
+            f"these are more cells than the {MOST:,} of a sweep, at least {count:,}: list fewer values, or look for "
+            "the best with search.space={KEY: [LOW, HIGH]}"
+        )
+
+
 def _some(labels: Sequence[str]) -> str:
     return labels[0] if len(labels) == 1 else f"{labels[0]} (and {len(labels) - 1} more)"
 
@@ -74,6 +89,7 @@ def _rows(words: tuple[str, ...], composer: Composer) -> list[tuple[str, ...]]:
     axes = _axes(composer.sweep(words), composer)
     if not axes:
         return [words]
+    _bounded(axes)
     fixed = (*(word for word in words if _key(word) != "sweep"), "sweep=null")
     rows = [(*fixed, *chain.from_iterable(some)) for some in product(*axes)]
     for row in rows:
@@ -108,7 +124,10 @@ def _points(name: str, entry: Any, composer: Composer) -> list[tuple[str, ...]]:
     for key, values in listed.items():
         if not values:
             raise UserError(f"sweep: {key} has no values")
+    if any(_key(key).partition(".")[0] == "sweep" for key in listed):
+        raise UserError(f"a sweep stands in no other sweep; {_FORM}")
     axes = [[f"{key}={written(value, key)}" for value in values] for key, values in listed.items()]
+    _bounded(axes)
     for word in chain.from_iterable(axes):
         composer.parse(word)
     return list(product(*axes))
@@ -147,7 +166,7 @@ def _values(word: str, composer: Composer) -> list[str]:
         values = swept.filter(list(composer.options.get(override.key_or_group, ())))
     else:
         try:
-            values = list(override.sweep_string_iterator())
+            values = list(islice(override.sweep_string_iterator(), MOST + 1))
         except ValueError as error:
             raise UserError(f"{word}: {error}") from None
     if not values:

@@ -16,6 +16,7 @@ from rich.table import Table
 from ...decoding.errors import UserError
 from ..columns import Column, fit, stdout, table
 from ..compose import Composer
+from ..files import NOT_IN_KEY
 from ..format import BUSY_MARK, busy_note, is_busy, number
 from .cells import CellOutcome, Runner
 from .grid import Cell, written
@@ -99,6 +100,10 @@ def check_space(job: str, config: "RunConfig", overrides: Sequence[str], compose
         if (why := _unmeasured(name, job, config)) is not None:
             raise UserError(f"search: {name} is not measured: {why}")
     for key, dimension in settings.dimensions().items():
+        if _first(key) in NOT_IN_KEY:
+            raise UserError(
+                f"search.space: {key} changes nothing that is measured, so its trials are one: leave it out"
+            )
         for end in dimension.ends:
             composer.compose([*_base(overrides), f"{key}={written(end, key)}"])
 

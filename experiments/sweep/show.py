@@ -134,7 +134,7 @@ def _numbers(outcome: CellOutcome) -> dict[str, str]:
 def _qualities(quality: Mapping[str, Any] | None) -> Iterator[str]:
     """The main metric of each task."""
     for name, task in (quality or {"tasks": {}})["tasks"].items():
-        yield f"{name} {number(task['metrics'][task['main']]['value'], 3)}"
+        yield f"{name} {number(task['metrics'].get(task['main'], {}).get('value'), 3)}"
 
 
 def _short(text: str) -> str:

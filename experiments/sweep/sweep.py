@@ -39,6 +39,7 @@ SWEEP = "sweep.json"
 StartWorker = Callable[[str, Path, Sequence[int]], CellWorker]  # (group, its first log, descriptors to inherit)
 _FAILED: tuple[Status, ...] = ("broken", "failed", "out_of_memory", "timeout")
 _SOUND: tuple[Status, ...] = ("done", "broken", "refused")  # after which the worker is as good as new
+_SLUG = 60  # characters of a folder's name, beside its key: of 4 bytes each, a disk takes no more
 _SHARED = ("dtype", "device", "threads", "quantization", "attention")  # by cells of one warm target, with its weights
 
 
@@ -139,9 +140,9 @@ class Sweep:
         self._display = Display()
 
     def __enter__(self) -> "Sweep":
-        if (self.folder / "result.json").exists():
-            raise UserError(f"output={self.folder} holds a single run; name another folder for a sweep")
         try:
+            if (self.folder / RESULT).exists():
+                raise UserError(f"output={self.folder} holds a single run; name another folder for a sweep")
             self._locks["folder"] = lock_folder(self.folder)
             self.id = self._identity()
             self._seconds = self._recover()
@@ -167,7 +168,7 @@ class Sweep:
     def _identity(self) -> str:
         """Of the sweep that made the folder; it stays when the sweep is started again."""
         file = self.folder / SWEEP
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return str(json.loads(file.read_text(encoding="utf-8"))["id"])
         made = uuid.uuid4().hex[:8]
         write_atomic(file, json.dumps({"schema": 1, "id": made, "started_at": _now()}, indent=1) + "\n")
@@ -271,7 +272,7 @@ class Sweep:
                 group=hashlib.sha256(group.encode()).hexdigest()[:8],
                 threads=what.resolved["threads"],
             ),
-            self.folder / f"{what.slug}-{what.key}",
+            self.folder / f"{what.slug[:_SLUG]}-{what.key}",
             device=str(what.device),
             timeout=config.cell.timeout,
             code=code_digest(self._package, config.trusted),

@@ -298,7 +298,9 @@ def test_compare_says_what_is_wrong(
 
 def result(folder: Path, **keys: Any) -> Path:
     folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps({"schema": 1, "speedup": {"value": 2.0}} | keys))
+    speedup = {"value": 2.0, "low": None, "high": None, "n": 4}
+    whole = {"schema": 1, "key": "k", "status": "done", "config": {}, "digests": {}, "speedup": speedup}
+    (folder / "result.json").write_text(json.dumps(whole | keys))
     return folder
 
 

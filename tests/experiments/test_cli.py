@@ -79,6 +79,15 @@ def test_the_exit_code_is_the_job_s(code, runs):
             "the disk is full: a file of the run was not written whole; "
             "free some space, or name another disk with output=DIR",
         ),
+        (
+            OSError(errno.EFBIG, "File too large", "/out/events.jsonl"), 1,
+            "a file would be larger than is allowed here: /out/events.jsonl was not written whole; "
+            "raise the limit (ulimit -f)",
+        ),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "/out/nnn"), 2,
+            "the name of a file or folder is too long for this disk: /out/nnn",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_job_raises_is_one_line(raised, code, line, runs, fails):

@@ -212,7 +212,11 @@ def test_interpolations_are_resolved():
         (["compare_hf=1"], "compare_hf must be true or false, got 1"),
         (["task.subset=2024"], "task.subset must be a text or null, got 2024; a text is quoted: 'task.subset=\"…\"'"),
         (["timing=never"], "timing must be paired, anchored or untimed, got 'never'"),
-        (["drafting=draft_model", "drafting.model=x"], "drafting.model must be a DraftSpec, got 'x'"),
+        (["drafting=draft_model", "drafting.model=x"],
+         "drafting.model must be a mapping with name, path, revision, adapter, dtype, got 'x'"),
+        (["search=5"],
+         "search must be a mapping with space, trials, objective, maximise, bound, seed or null, got 5"),
+        (['against=""'], "against is empty; name the folder of a run, or null for none"),
         (
             ["trusted=mylab"],
             """trusted must be a list of texts, got 'mylab'; a list is written 'trusted=["mylab"]'""",
@@ -390,7 +394,14 @@ def test_a_group_takes_one_option(word: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a: \xff", "is not UTF-8"), (b"a: &a [*a]", "contains itself"), (b"a: [1", "while parsing a flow sequence")],
+    [
+        (b"a: \xff", "is not UTF-8: save it in that encoding"),
+        (b"a: &a [*a]", "contains itself by an anchor, or is nested too deep"),
+        (b"a: " + b"[" * 20_000, "contains itself by an anchor, or is nested too deep"),
+        (b"a: [1", "while parsing a flow sequence"),
+        (b"5", "must hold keys, a line KEY: VALUE each; it is 5"),
+        (b"[1, 2]", "must hold keys, a line KEY: VALUE each; it is [1, 2]"),
+    ],
 )
 def test_yaml_that_cannot_be_read_is_one_line_and_harms_only_itself(
     content: bytes, message: str, tmp_path: Path
@@ -398,8 +409,11 @@ def test_yaml_that_cannot_be_read_is_one_line_and_harms_only_itself(
     (tmp_path / "drafting").mkdir()
     (tmp_path / "drafting" / "mine.yaml").write_bytes(content)
     (tmp_path / "drafting" / "folder.yaml").mkdir()
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         compose(["drafting=mine"], [tmp_path])
+    assert str(tmp_path / "drafting" / "mine.yaml") in str(caught.value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        compose(["drafting=merge", "drafting.members=[mine, none]"], [tmp_path])
     with pytest.raises(UserError, match=r"drafting.copy is unknown: .* it is a key of drafting=reference"):
         compose(["drafting.copy=3"], [tmp_path])
     assert "folder" not in groups([tmp_path])["drafting"]

@@ -48,7 +48,8 @@ RESULT: Mapping[str, Any] = {
     "memory": {"weights_bytes": 2**20, "kv_bytes": 2**10, "peak_bytes": 2**30},
     "decode": {"mbu": 0.3},
     "quality": None,
-    "profile": {"context": 64, "seconds": {"1": 0.01, "2": 0.011, "4": 0.012, "8": 0.016}, "explained": ["in words"]},
+    "profile": {"context": 64, "seconds": {"1": 0.01, "2": 0.011, "4": 0.012, "8": 0.016}, "explained": ["in words"],
+                "draft": {"step_s": 0.0, "token_s": 0.0, "host_s": 0.0}},
     "warnings": [],
 }  # fmt: skip
 

@@ -35,6 +35,11 @@ def test_runs_of_one_key_are_a_pair():
     assert found.of(run("a", key="1")) is None
 
 
+def test_nothing_to_be_a_partner():
+    """As where no cell of a sweep has a result yet."""
+    assert compared([], [run("x")])[0].notes == ("1 of 1 runs of old have no partner: nothing else has a result",)
+
+
 def test_a_configuration_that_has_grown_is_the_same_one():
     """Its key is another, since a later version of the code knows of a key that the earlier one did not."""
     grown = run("a", key="1", config__drafting__new_key=3, config__output="elsewhere")

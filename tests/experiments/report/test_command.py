@@ -10,7 +10,7 @@ import pytest
 from decodelab import load_runs
 from decodelab.experiments.cli import main
 from decodelab.experiments.report.command import HELP, SUBCOMMANDS, Asked, read
-from decodelab.tests.experiments.report.made import brief, interval, result, sample, write
+from decodelab.tests.experiments.report.made import brief, interval, sample, write
 
 FILES = ("report.csv", "report.html", "report.md")
 
@@ -58,6 +58,11 @@ def test_words(here: Path):
         (["empty"], "there is no run under empty"),
         (["good", "--against", "absent"], "--against: there is no folder absent"),
         (["good", "output=file"], "file cannot be made (File exists); name another folder with output=DIR"),
+        (
+            ["good", "output=taken"],
+            "taken/report.html cannot be written (Is a directory); name another folder with output",
+        ),
+        (["n" * 300], f"the name of a file or folder is too long for this disk: {'n' * 300}"),
         (["explain"], "explain takes the folder of one run, got 0: decodelab report explain RUN"),
         (["explain", "empty"], "empty holds no result.json; name the folder of a run"),
         (["explain", "."], ". is not a run, but holds 1; name one of them: good"),
@@ -66,7 +71,8 @@ def test_words(here: Path):
 def test_errors_are_one_line(words: list[str], line: str, here: Path, fails: Callable[..., str]):
     (here / "empty").mkdir()
     (here / "file").touch()
-    write(here / "good", result())
+    (here / "taken" / "report.html").mkdir(parents=True)
+    write(here / "good", brief())
     assert fails(*words).startswith(line)
 
 

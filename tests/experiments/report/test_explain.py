@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from decodelab.decoding.cost import DraftCost, Profile, predict
+from decodelab.decoding.errors import UserError
 from decodelab.experiments.exactness import Divergence
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import Sample, Timing
@@ -295,3 +296,21 @@ def test_drafts_that_ended_by_themselves_are_not_lengthened(told: Callable[..., 
     """All of them is kept, but few were as long as they might be: a higher bound would change little."""
     lines = told(prompt([step(4, 4)] * 6 + [step(2, 2)] * 14 + [step()] * 3))
     assert not any("lies beyond" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        ("samples.jsonl", '{"a": 1}', "samples.jsonl is damaged: of a line, it has no id; run it again"),
+        ("samples.jsonl", "", "samples.jsonl times no answer, and result.json has a speedup: run it again"),
+        (
+            "events.jsonl", '{"side": "strategy", "event": "step", "id": "a", "batch": "1"}',
+            "events.jsonl is damaged: of a line, batch is not a whole number; run it again",
+        ),
+    ],
+)  # fmt: skip
+def test_damaged_lines_are_named(name: str, text: str, wrong: str, told: Callable[..., list[str]], tmp_path: Path):
+    told(prompt(FAST))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / wrong))):
+        explain(tmp_path)

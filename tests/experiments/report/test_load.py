@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decodelab.decoding.errors import UserError
-from decodelab.experiments.files import read_lines, read_result
+from decodelab.experiments.files import misfit, read_lines, read_result
 from decodelab.experiments.report.load import at, find, number_at
 from decodelab.experiments.sweep.cells import Job, State
 from decodelab.experiments.sweep.cells import write as write_cell
@@ -36,6 +36,9 @@ def test_what_cannot_be_read_is_a_line_and_harms_no_other(tmp_path: Path):
         "newer": '{"schema": 2}',
         "list": "[]",
         "deep": "[" * 100_000,
+        "long": '{"n": ' + "9" * 5000 + "}",
+        "lacks": json.dumps({name: value for name, value in result().items() if name != "config"}),
+        "odd": json.dumps(result(by_category={"chat": {"speedup": [2.0], "tokens_per_step": 1.0}})),
         "bytes": b"\xff\xfe".decode("latin-1"),
     }.items():
         (tmp_path / name).mkdir()
@@ -46,8 +49,11 @@ def test_what_cannot_be_read_is_a_line_and_harms_no_other(tmp_path: Path):
     assert found.notes == (
         f"{tmp_path}/bytes/result.json cannot be read (UnicodeDecodeError); delete it and run again",
         f"{tmp_path}/deep/result.json cannot be read (RecursionError); delete it and run again",
+        f"{tmp_path}/lacks/result.json is damaged: it has no config; delete it and run again",
         f"{tmp_path}/list/result.json has schema None, and this version reads schema 1; run again with it",
+        f"{tmp_path}/long/result.json cannot be read (ValueError); delete it and run again",
         f"{tmp_path}/newer/result.json has schema 2, and this version reads schema 1; run again with it",
+        f"{tmp_path}/odd/result.json is damaged: by_category.chat.speedup is not an object; delete it and run again",
         f"{tmp_path}/torn/result.json is not a whole result (Expecting property name enclosed in double quotes); "
         "delete it and run again",
         f"there is no folder {tmp_path}/absent",
@@ -115,3 +121,20 @@ def test_a_number_is_one_or_null(data: Any, value: float | None):
 def test_what_is_missing_is_null():
     assert at({"a": {"b": [1]}}, "a.b") == [1]
     assert at({"a": None}, "a.b.c") is None
+
+
+@pytest.mark.parametrize(
+    ("found", "shape", "wrong"),
+    [
+        ({"a": 1, "b": None}, {"a": float, "b": (str, None), "c?": int}, None),
+        ({"a": {"x": [1, "2"]}}, {"a": {"*": [int]}}, "a.x[1] is not a whole number"),
+        ({}, {"a": (int, None)}, "it has no a"),
+        ({"a": {}}, {"a": {"b": int}}, "a has no b"),
+        ({"c": None}, {"c?": int}, "c is not a whole number"),
+        ({"a": True}, {"a": int}, "a is not a whole number"),
+        ({"a": 10**400}, {"a": float}, "a is not a number"),
+        ([], {"a": int}, "it is not an object"),
+    ],
+)
+def test_what_does_not_fit_is_named(found: Any, shape: Any, wrong: str | None):
+    assert misfit(found, shape) == wrong

@@ -98,6 +98,8 @@ def result(key: str, status: str = "done") -> dict[str, Any]:
     return {
         "schema": 1,
         "key": key,
+        "config": {},
+        "digests": {},
         "status": status,
         "speedup": INTERVAL,
         "strategy": {"tokens_per_step": 2.125, "acceptance_rate": 0.5},

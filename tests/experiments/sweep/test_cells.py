@@ -9,6 +9,7 @@ import pytest
 
 from decodelab.experiments.sweep.cells import Job, State, Status, last_line, read, scan, write
 from decodelab.tests.checkout import ROOT
+from decodelab.tests.experiments.sweep.stage import result
 
 ASKED = Job("abc", "seed=1", "run", ("seed=1",), ("/conf",), 2, "group", "sweep")
 
@@ -23,33 +24,56 @@ def cell(folder: Path, state: State | None, result: dict[str, Any] | str | None 
     return folder
 
 
-DONE = {"key": "abc", "status": "done"}
+DONE = result("abc")
 
 
 @pytest.mark.parametrize(
-    ("written", "result", "status", "has_result"),
+    ("written", "left", "status", "has_result"),
     [
         ("done", DONE, "done", True),
-        ("broken", {"key": "abc", "status": "broken"}, "broken", True),
-        ("interrupted", {"key": "abc", "status": "interrupted"}, "interrupted", True),
+        ("broken", result("abc", "broken"), "broken", True),
+        ("interrupted", result("abc", "interrupted"), "interrupted", True),
         ("interrupted", None, "interrupted", False),
         ("running", None, "lost", False),
         ("running", DONE, "done", True),
-        ("running", {"key": "other", "status": "done"}, "lost", False),
+        ("running", result("other"), "lost", False),
         ("running", '{"key": "abc", ', "lost", False),  # cut short
         ("done", None, "lost", False),
+        ("done", DONE | {"speedup": [1.5]}, "lost", False),
+        ("done", DONE | {"status": ["done"]}, "lost", False),
+        ("done", DONE | {"status": "well"}, "lost", False),
         ("failed", None, "failed", False),
         ("failed", DONE, "failed", False),  # what came after the result failed, and that is not hidden
         ("timeout", None, "timeout", False),
         (None, DONE, "lost", False),
     ],
 )
-def test_how_a_cell_went(written: Any, result: Any, status: str, has_result: bool, tmp_path: Path):
-    found = read(cell(tmp_path / "cell", None if written is None else State(written, seconds=3.0, code="c"), result))
+def test_how_a_cell_went(written: Any, left: Any, status: str, has_result: bool, tmp_path: Path):
+    found = read(cell(tmp_path / "cell", None if written is None else State(written, seconds=3.0, code="c"), left))
     assert found is not None
     assert (found.job, found.state.status, found.result is not None) == (ASKED, status, has_result)
     assert found.inferred == (written not in (None, status))
     assert found.outcome().seconds == (None if written is None else 3.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "[" * 100_000, "{}", '{"status": ["done"]}', '{"status": "well"}', '{"status": "done", "seconds": "3"}',
+        '{"status": "done", "seconds": NaN}', '{"status": "done", "more": 1}',
+    ],
+)  # fmt: skip
+def test_a_status_that_is_damaged_is_lost(text: str, tmp_path: Path):
+    folder = cell(tmp_path / "cell", None, DONE)
+    (folder / "status.json").write_text(text)
+    assert read(folder).state == State("lost", "its status.json is gone or damaged")
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, '{"key": "abc"}'])
+def test_a_job_that_is_damaged_is_no_cell(text: str, tmp_path: Path):
+    folder = cell(tmp_path / "cell", State("done"), DONE)
+    (folder / "job.json").write_text(text)
+    assert read(folder) is None
 
 
 def test_a_cell_that_runs_now(tmp_path: Path):

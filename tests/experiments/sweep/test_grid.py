@@ -121,6 +121,21 @@ def test_an_experiment_is_a_sweep(tmp_path: Path):
         compose(["experiment=one", "task.limit=1"], [tmp_path])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=range(0,1000000000)"],
+        ["seed=range(0,101)", "batch=range(0,100)"],
+        ["seed=range(0,9000)", "sweep=[{batch: 1}, {batch: 2}]"],
+        [f"sweep={{seed: {list(range(101))}, batch: {list(range(100))}}}"],
+        [f"sweep=[{{seed: {list(range(101))}, batch: {list(range(100))}}}]"],
+    ],
+)
+def test_more_cells_than_anyone_waits_for_are_refused(words: list[str], composer: Composer):
+    with pytest.raises(UserError, match=r"^these are more cells than the 10,000 of a sweep, at least 10,[01]"):
+        expand(words, composer)
+
+
 def test_all_cells_are_composed_before_one_runs(composer: Composer):
     cells = expand(["drafting=none,prompt_lookup,draft_model", "drafting.min_ngram=1,x"], composer)
     with pytest.raises(UserError, match="so none is") as caught:
@@ -159,6 +174,7 @@ FORM = "sweep is a list of mappings of overrides, [{drafting: none}, {seed: [0, 
         (["sweep={seed: 3}"], FORM),
         (["sweep=[none]"], f"{FORM}; got 'none'"),
         (["sweep=[{seed: []}]"], "sweep: seed has no values"),
+        (["sweep=[{sweep: [1]}]"], f"a sweep stands in no other sweep; {FORM}"),
         (
             ["sweep={a: [{seed: 1}], b: [{seed: 2}]}"],
             "sweep: seed has two values in one cell; a key belongs to one axis",

@@ -67,6 +67,13 @@ def test_the_same_command_runs_what_is_not_done(stage: Stage, capsys: pytest.Cap
     assert told.splitlines()[-1].endswith("3 done, 0 to run")
 
 
+def test_a_name_that_no_disk_takes_is_one_line(stage: Stage):
+    with pytest.raises(
+        UserError, match=r"^output folder n{300} cannot be written \(File name too long\); name another"
+    ):
+        stage.sweep("seed=0", f"output={'n' * 300}")
+
+
 class Killed(BaseException):
     """Ends the sweep at once, as kill -9 does: nothing is written after it."""
 
