@@ -29,8 +29,8 @@ from .items import Item, Message
 from .lab import Heard, Lab, build_lab, draft_digest
 from .measure import measure
 from .metrics import acceptance as acceptance_of
-from .quality.against import RunQuality
 from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
+from .quality.run_quality import RunQuality
 from .quality.settings import QualitySettings, TaskSpec
 from .result import build_result, provenance, run_key, write_run
 from .tasks import Task, TaskSettings, encode, load_task

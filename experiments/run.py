@@ -27,9 +27,9 @@ from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
 from .progress import Watch
-from .quality.against import RunQuality
 from .quality.answers import answers_key
 from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare
+from .quality.run_quality import RunQuality
 from .replay import carry_out, predicted, recorded, tokenizer_of
 from .result import build_result, provenance, run_key, speedup, write_replay, write_run
 from .tracking import RunInfo, Running, Tracker

@@ -23,19 +23,16 @@ that hardly ever change is too narrow, and of items that never did it has no wid
 """
 
 import json
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from math import exp, expm1, isfinite, log, log1p
-from operator import itemgetter
+from dataclasses import asdict
+from math import exp, expm1, log, log1p
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from ...decoding.errors import UserError
-from ..construct import did_you_mean
 from ..files import read_result, write_atomic, write_result
 from ..statistics import (
     SIGNIFICANT,
@@ -50,57 +47,16 @@ from ..statistics import (
     score_interval,
     sign_flip,
 )
-from .settings import Difference
+from .comparable import common_tasks, refuse
+from .run_quality import Pair, RunQuality, check_scores, is_ratio, items_of, pairs_of, read_quality
 
 Verdict = Literal["worse", "better", "equivalent", "undecided"]
 
-# Of a task, and the key that accepts a difference.
-_OF_TASK = {"digest": "task", "kind": "task", "main": "task"}
-_OF_SETTINGS = {
-    "scorer": "task", "chat": "template", "template": "template", "system": "template", "shots": "template",
-    "batch": "batch", "limit": "counting", "max_length": "counting",
-}  # fmt: skip
-_OF_ANSWERS = {"max_new_tokens": "counting", "stop": "counting", "thinking": "counting", "repeats": "counting"}
-_REQUIRED = ("task", "id", "repeat", "doc_hash", "scores")
 # Keys of a configuration that are compared by themselves, or change no score.
 _NOT_LISTED = (
     "acceptance", "against", "batch", "budget_hours", "cell", "compare_hf", "hydra", "output", "profile", "quality",
     "rerun", "search", "seed", "stop_after_failures", "task", "tasks", "threads", "timing", "tracking", "trusted",
 )  # fmt: skip
-_SHOWN = 40  # characters of a value in a refusal
-
-
-@dataclass(frozen=True, slots=True)
-class RunQuality:
-    """What a run found of quality. `quality`, `config`, `digests` and `provenance` are those of its result.json (the
-    last may be empty), `rows` the lines of the quality.jsonl in `folder`."""
-
-    folder: Path
-    key: str
-    quality: Mapping[str, Any]
-    config: Mapping[str, Any]
-    digests: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """`what` is not alike in these tasks; `key` accepts it."""
-
-    key: str
-    what: str
-    mine: Any
-    reference: Any
-    tasks: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """An item in both runs: rows of each, one a repeat."""
-
-    mine: Sequence[Mapping[str, Any]]
-    reference: Sequence[Mapping[str, Any]]
 
 
 def compare_kept(folder: Path, against: Path, epsilon: float, allow: Collection[str] = ()) -> None:
@@ -132,175 +88,15 @@ def _writing(folder: Path) -> Iterator[None]:
         raise UserError(f"the comparison cannot be written into {folder} ({error.strerror})") from error
 
 
-def read_quality(folder: Path) -> RunQuality:
-    """A run's quality, from its result.json and quality.jsonl. What is not whole is refused."""
-    again = "name the folder of a run with quality.tasks"
-    file, items = folder / "result.json", folder / "quality.jsonl"
-    if not file.exists():
-        raise UserError(f"{folder} holds no result.json; {again}")
-    result = read_result(file)
-    if not result.get("quality"):
-        raise UserError(f"{folder} is a run without quality; {again}")
-    try:
-        of = {key: result[key] for key in ("key", "quality", "config", "digests", "provenance")}
-        run = RunQuality(folder, **of, rows=read_rows(items))
-        itemgetter("backend", "interrupted")(run.quality)
-        itemgetter("_target_")(run.config["acceptance"])
-        for name, task in run.quality["tasks"].items():
-            itemgetter("measures", "higher_is_better", "digest", "settings")(task)
-            _check_whole(run, name, task["n"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder} is not as this version writes a run ({error!r}); run it again") from None
-    return run
-
-
-def _check_whole(run: RunQuality, task: str, n: int) -> None:
-    if (found := len(_items(run, task))) != n:
-        raise UserError(f"{run.folder / 'quality.jsonl'} holds {found} of {n} items of {task}; run it again")
-    _check_scores(run, task, run.quality["tasks"][task])
-
-
-def _check_scores(run: RunQuality, task: str, about: Mapping[str, Any]) -> None:
-    """Of the metric that counts, every item has a number."""
-    kind, main = about["kind"], about["main"]
-    for row in run.rows:
-        if row["task"] == task:
-            score = row["scores"].get(main)
-            if score is None or (_is_ratio(kind, main) and score <= 0):
-                file = run.folder / "quality.jsonl"
-                raise UserError(f"{file}: {main} of item {row['id']} of {task} is {score}, which cannot be compared")
-
-
-def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """The lines of a quality.jsonl. A score is a finite number, or null where it has no value."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): the run's items are gone; run it again") from error
-    rows: list[Mapping[str, Any]] = []
-    for i, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise UserError(f"{path} is broken in line {i} of {len(lines)}; run it again") from None
-        if not isinstance(row, dict) or (missing := [key for key in _REQUIRED if key not in row]):
-            lacks = f"has no {missing[0]}" if isinstance(row, dict) else "is no object"
-            raise UserError(f"{path}: line {i} {lacks}; run it again")
-        for metric, score in row["scores"].items():
-            if score is not None and (not isinstance(score, int | float) or not isfinite(score)):
-                raise UserError(f"{path}: {metric} of item {row['id']} is {score}, no number; run it again")
-        rows.append(row)
-    return rows
-
-
-def refuse(mine: RunQuality, reference: RunQuality, allow: Collection[str]) -> list[Departure]:
-    """The differences that `allow` accepts; UserError for any other. Needs no rows: it can be asked before the work."""
-    known = get_args(Difference)
-    for key in allow:
-        if key not in known:
-            raise UserError(f"quality.allow={key} is unknown: {did_you_mean(key, known)}it takes {', '.join(known)}")
-    common = _common(mine, reference)
-    found = list(_differences(mine, reference, common))
-    if refused := [d for d in found if d.key not in allow]:
-        whats = "; ".join(_told(d, len(common)) for d in refused)
-        keys = ",".join(dict.fromkeys(d.key for d in refused))
-        raise UserError(
-            f"not comparable with {reference.folder}: {whats}; run both alike, or accept it with quality.allow=[{keys}]"
-        )
-    return found
-
-
-def _told(d: Departure, tasks: int) -> str:
-    where = "" if len(d.tasks) == tasks else f" of {', '.join(d.tasks)}"
-    here, there = (" ".join(json.dumps(value, ensure_ascii=False).split()) for value in (d.mine, d.reference))
-    start = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
-    return f"{d.what}{where} is {_excerpt(here, start)} here, {_excerpt(there, start)} there"
-
-
-def _excerpt(text: str, around: int) -> str:
-    """What is shown of a long value: its beginning, or where it begins to differ."""
-    start = max(0, around - _SHOWN // 4) if len(text) > _SHOWN else 0
-    shown = text[start : start + _SHOWN]
-    return f"{'…' if start else ''}{shown}{'…' if start + _SHOWN < len(text) else ''}"
-
-
-def _common(mine: RunQuality, reference: RunQuality) -> list[str]:
-    """The tasks of both."""
-    here, there = mine.quality["tasks"], reference.quality["tasks"]
-    if common := [name for name in here if name in there]:
-        return common
-    raise UserError(
-        f"not comparable with {reference.folder}: no task in common, {', '.join(here)} here, {', '.join(there)} there"
-    )
-
-
-def _differences(mine: RunQuality, reference: RunQuality, common: Sequence[str]) -> Iterator[Departure]:
-    """Each with the tasks that it is of."""
-    found: dict[str, tuple[str, str, Any, Any, list[str]]] = {}
-
-    def note(task: str, key: str, what: str, here: Any, there: Any) -> None:
-        first, second = (json.dumps(value, sort_keys=True) for value in (here, there))  # a list is a tuple
-        if first != second:
-            found.setdefault(f"{what} {first} {second}", (key, what, here, there, []))[-1].append(task)
-
-    for name in common:
-        here, there = mine.quality["tasks"][name], reference.quality["tasks"][name]
-        decodes = "decoding" in (here["measures"], there["measures"])  # else nothing was drawn, cut or stopped
-        for what, key in _OF_TASK.items():
-            note(name, key, what, here[what], there[what])
-        for what, key in (_OF_SETTINGS | (_OF_ANSWERS if decodes else {})).items():
-            note(name, key, what, here["settings"].get(what), there["settings"].get(what))
-        note(name, "backend", "backend", mine.quality["backend"], reference.quality["backend"])
-        if decodes:
-            rules = _rules(mine, reference)
-            note(name, "acceptance", "acceptance", *rules)
-            if any(rule.partition("(")[0] != "Greedy" for rule in rules):
-                note(name, "seed", "seed", mine.config.get("seed"), reference.config.get("seed"))
-    for name in common:
-        if not any(key == "template" and name in tasks for key, *_, tasks in found.values()):
-            pairs = _pairs(mine, reference, name)
-            hashes = [(pair.mine[0].get("prompt_hash"), pair.reference[0].get("prompt_hash")) for pair in pairs]
-            if changed := [pair for pair in hashes if pair[0] != pair[1]]:
-                note(name, "template", f"the prompt of {len(changed)} of {len(pairs)} items", *changed[0])
-    return (Departure(key, what, here, there, tuple(tasks)) for key, what, here, there, tasks in found.values())
-
-
-def _rules(*runs: RunQuality) -> list[str]:
-    """The acceptance rules by name, with the keys that are not the same in both."""
-    keys = [dict(run.config["acceptance"]) for run in runs]
-    names = [str(rule.pop("_target_")).rpartition(".")[2] for rule in keys]
-    first, second = keys
-    differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
-    own = [", ".join(f"{key}={value}" for key, value in rule.items() if key in differing) for rule in keys]
-    return [f"{name}({rule})" if rule else name for name, rule in zip(names, own, strict=True)]
-
-
-def _items(run: RunQuality, task: str) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """The rows of each item, a repeat each, by its document's hash; of equal documents, by which of them it is."""
-    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    copies: Counter[tuple[str, int]] = Counter()
-    for row in run.rows:
-        if row["task"] == task:
-            same = row["doc_hash"], row["repeat"]
-            found.setdefault((row["doc_hash"], copies[same]), []).append(row)
-            copies[same] += 1
-    return found
-
-
-def _pairs(mine: RunQuality, reference: RunQuality, task: str) -> list[_Pair]:
-    here, there = _items(mine, task), _items(reference, task)
-    return [_Pair(rows, there[key]) for key, rows in here.items() if key in there]
-
-
 def compare(mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: Collection[str] = ()) -> dict[str, Any]:
     """What stands in a result under `quality.against`; UserError where runs differ in what `allow` does not name."""
     if not epsilon > 0:
         raise UserError(f"epsilon={epsilon}: a difference above 0 that does not matter, such as 0.02")
     accepted = refuse(mine, reference, allow)
-    for name in _common(mine, reference):
+    for name in common_tasks(mine, reference):
         for run in (mine, reference):
-            _check_scores(run, name, mine.quality["tasks"][name])
-    tasks = {name: _task(mine, reference, name, epsilon) for name in _common(mine, reference)}
+            check_scores(run, name, mine.quality["tasks"][name])
+    tasks = {name: _task(mine, reference, name, epsilon) for name in common_tasks(mine, reference)}
     corrected = holm([task["metrics"][task["main"]]["p"] for task in tasks.values()])
     for task, p in zip(tasks.values(), corrected, strict=True):
         task["p_holm"] = p
@@ -347,11 +143,11 @@ def _described(run: RunQuality) -> dict[str, Any]:
 
 def _task(mine: RunQuality, reference: RunQuality, name: str, epsilon: float) -> dict[str, Any]:
     about = mine.quality["tasks"][name]
-    pairs = _pairs(mine, reference, name)
+    pairs = pairs_of(mine, reference, name)
     if not pairs:
         raise UserError(f"not comparable with {reference.folder}: no item of {name} is in both runs")
     metrics = {metric: _effect(pairs, metric, about["kind"]) for metric in _metrics(pairs)}
-    groups: dict[str, list[_Pair]] = {}
+    groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         if (category := pair.mine[0].get("category")) is not None:
             groups.setdefault(category, []).append(pair)
@@ -360,24 +156,20 @@ def _task(mine: RunQuality, reference: RunQuality, name: str, epsilon: float) ->
         **{key: about[key] for key in ("kind", "measures", "main", "higher_is_better")},
         "n": len(pairs),
         "unpaired": {
-            side: len(_items(run, name)) - len(pairs) for side, run in (("mine", mine), ("reference", reference))
+            side: len(items_of(run, name)) - len(pairs) for side, run in (("mine", mine), ("reference", reference))
         },
         "metrics": metrics,
         "by_category": by_category,
     }
 
 
-def _metrics(pairs: Sequence[_Pair]) -> list[str]:
+def _metrics(pairs: Sequence[Pair]) -> list[str]:
     """What every item of both has a number for. Metrics of a whole corpus are not among them."""
     rows = [row["scores"] for pair in pairs for row in (*pair.mine, *pair.reference)]
     return [metric for metric in rows[0] if all(scores.get(metric) is not None for scores in rows)]
 
 
-def _is_ratio(kind: str, metric: str) -> bool:
-    return kind == "perplexity" and metric.partition(",")[0].endswith("perplexity")
-
-
-def _columns(pairs: Sequence[_Pair], metric: str) -> tuple[Column, Column]:
+def _columns(pairs: Sequence[Pair], metric: str) -> tuple[Column, Column]:
     """Scores of this run and of the reference, repeats averaged."""
     here, there = (
         np.array([np.mean([row["scores"][metric] for row in rows]) for rows in side])
@@ -386,7 +178,7 @@ def _columns(pairs: Sequence[_Pair], metric: str) -> tuple[Column, Column]:
     return here, there
 
 
-def _effect(pairs: Sequence[_Pair], metric: str, kind: str) -> dict[str, Any]:
+def _effect(pairs: Sequence[Pair], metric: str, kind: str) -> dict[str, Any]:
     """What tells apart a difference and chance. `n01`, `n10`: pairs in which the reference scored 0 and this run 1, and
     the other way round; null where scores are not 0 or 1.
 
@@ -394,7 +186,7 @@ def _effect(pairs: Sequence[_Pair], metric: str, kind: str) -> dict[str, Any]:
     """
     here, there = _columns(pairs, metric)
     weights = np.array([pair.mine[0].get("weights", {}).get(metric, 1) for pair in pairs])
-    n, ratio = len(pairs), _is_ratio(kind, metric)
+    n, ratio = len(pairs), is_ratio(kind, metric)
     if ratio:
         here, there = np.log(here), np.log(there)
     changes = here - there
@@ -468,7 +260,7 @@ def _combined(
     """The mean of the tasks' differences, each task counting alike; above 0 this run is better. Perplexities, which are
     no scores, are not in it. None under two tasks."""
     columns = {
-        name: _columns(_pairs(mine, reference, name), task["main"])
+        name: _columns(pairs_of(mine, reference, name), task["main"])
         for name, task in tasks.items()
         if task["metrics"][task["main"]]["effect"] == "difference"
     }
@@ -502,12 +294,12 @@ def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:
     """The items whose main score changed, worst first. `gain`: above 0 this run is better; of perplexities, the
     logarithm of their ratio."""
     out = []
-    for name in _common(mine, reference):
+    for name in common_tasks(mine, reference):
         about = mine.quality["tasks"][name]
         metric = about["main"]
-        pairs = _pairs(mine, reference, name)
+        pairs = pairs_of(mine, reference, name)
         for pair, here, there in zip(pairs, *_columns(pairs, metric), strict=True):
-            change = log(here / there) if _is_ratio(about["kind"], metric) else here - there
+            change = log(here / there) if is_ratio(about["kind"], metric) else here - there
             gain = change if about["higher_is_better"] else -change
             if gain:
                 row = pair.mine[0]

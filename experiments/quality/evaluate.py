@@ -26,8 +26,10 @@ from ..files import write_atomic
 from ..lab import Lab, Progress
 from ..statistics import Interval, mean_interval, ratio_interval, share_interval
 from ..tasks import read_template
-from .against import RunQuality, compare_and_write, read_quality, refuse
+from .against import compare_and_write
 from .answers import Answer, Answers, answers_key, refuse_others
+from .comparable import refuse
+from .run_quality import RunQuality, read_quality
 from .settings import TaskSpec
 from .tasks import backend, build_tasks, included, read_task, tasks_digest
 
