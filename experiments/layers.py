@@ -271,7 +271,10 @@ def layers(config: RunConfig) -> int:
         watch.step("answers", 0, 1)
         answers = Answers(target, requests, config.acceptance.law(), longest, config.seed)
         watch.step("answers", 1, 1)
-        costs = measure_costs(target, max(1, min(answers.context, target.config.max_positions - longest - 1)), longest)
+        context = round(
+            fmean(len(r.prompt) + len(t) / 2 for r, t in zip(answers.requests, answers.tokens, strict=True))
+        )
+        costs = measure_costs(target, max(1, min(context, target.config.max_positions - longest - 1)), longest)
         influence = answers.influence()
         order = sorted(range(len(influence)), key=influence.__getitem__)
         found = climb(lambda skip: answers.judged(skip, layout, costs), order, layout, tries, watch.step)
