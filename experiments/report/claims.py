@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ...decoding import cost
 from ..format import BUSY, percent
-from .explain import Log, seconds_of
 from .load import Run
+from .log import Log, seconds_of
 from .rows import drafter, model, task
 
 Kind = Literal["measured", "predicted", "not yet"]

@@ -16,19 +16,9 @@ from decodelab.experiments.report.claims import Claim, claims, markdown, text
 from decodelab.experiments.report.command import main
 from decodelab.experiments.report.load import find
 from decodelab.experiments.sweep.grid import composed, expand
-from decodelab.tests.enumeration import unchecked
 from decodelab.tests.experiments.report.steps import PLAIN, prompt, step, write
-from decodelab.tests.experiments.tiny_lab import tiny_lab
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    unchecked(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    return tiny_lab()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture

@@ -16,19 +16,9 @@ from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import Sample, Timing
 from decodelab.experiments.report.explain import explain, replayed
 from decodelab.experiments.result import build_result
-from decodelab.tests.enumeration import unchecked
 from decodelab.tests.experiments.report.steps import PLAIN, prompt, step, write
-from decodelab.tests.experiments.tiny_lab import tiny_lab
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    unchecked(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    return tiny_lab()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture
