@@ -8,6 +8,7 @@ taken as independent.)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 
 from ..decoding.cost import Profile
@@ -15,6 +16,7 @@ from ..decoding.cost import Profile
 FORGET = 0.95  # the weight of what was seen a step earlier
 HOPE = 0.6  # acceptance of a drafter of which nothing is known: it is given a try
 TRUST = 2.0  # observations that the hope, and the mean over positions, weigh
+EACH = 3  # members of which every combination of shares is tried
 SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a member's own rows
 
 
@@ -85,8 +87,8 @@ def allocate(
 ) -> list[int]:
     """Rows for each member. `most`, `deepest`: what it can use (rows, candidates on a path) in this step.
 
-    The members' shares are improved one by one, from nobody's and from equal ones, so that many members take a time
-    that grows with their square; all combinations of shares would be 5 to the power of the members.
+    Of up to three members all combinations of shares are tried. There are 5 to the power of the members of them, so of
+    more members the shares are improved one by one, from nobody's and from each member alone, which may miss the best.
     """
     choices = [sorted({round(share * m) for share in SHARES}) for m in most]
     alive = [e.survival(d) for e, d in zip(estimates, deepest, strict=True)]
@@ -101,9 +103,10 @@ def allocate(
             tokens += 1 - prod(1 - s[position] for s in offered if position < len(s))
         return tokens / seconds
 
-    equal = [max(c for c in of if c <= room // len(most)) for of in choices]
-    found = [_climb([0] * len(most), choices, room, rate), _climb(equal, choices, room, rate)]
-    return max(found, key=rate)
+    if len(most) <= EACH:
+        return list(max((rows for rows in product(*choices) if sum(rows) <= room), key=rate))
+    alone = [[min(room, most[m]) if m == n else 0 for m in range(len(most))] for n in range(len(most))]
+    return max((_climb(rows, choices, room, rate) for rows in ([0] * len(most), *alone)), key=rate)
 
 
 def reach(depth: int, rows: int, most: int) -> int:

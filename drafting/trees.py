@@ -6,7 +6,7 @@ of its paths, so that the node (0,) is there. Nodes are numbered breadth first, 
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, product
@@ -115,9 +115,11 @@ def file_of(wanted: Wanted | None) -> tuple[Path, ...]:
     return (Path(wanted),) if isinstance(wanted, str) and wanted != "chain" else ()
 
 
-def measured(steps: Iterable[Step]) -> list[list[float]]:
+def measured(steps: Sequence[Step], tree: TreeShape | None = None) -> list[list[float]]:
     """`accept[d][r]` as a run's steps have it: of those in which a path of d tokens was kept and a candidate of rank r
-    stood behind it, how many kept that one. It tells ranks by places among siblings: of dense trees alone.
+    stood behind it, how many kept that one. It tells ranks by places among siblings: of dense trees alone. With the
+    `tree` that was to be filled, a candidate that it has and the step had not is one that was not kept: so it is with a
+    drafter that knows no follower of some tokens. The last step of a request is left out of that: it had less room.
 
     Where a depth was seldom reached, the rank's rate over all depths speaks for it, and a likelier rank is never taken
     for a worse one: rates are made non-increasing by isotonic regression, weighted by trials.
@@ -125,8 +127,10 @@ def measured(steps: Iterable[Step]) -> list[list[float]]:
     from scipy.optimize import isotonic_regression  # a second, so not with the module
 
     kept, tried = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for step in steps:
-        for d, offered in enumerate(step.offered):
+    below = None if tree is None else Counter(path[:-1] for path in tree.paths)
+    for step, last in zip(steps, _last(steps), strict=True):
+        row = step.offered if below is None or last else [below[tuple(step.ranks[:d])] for d in range(step.emitted)]
+        for d, offered in enumerate(row):
             tried.update((d, r) for r in range(offered))
         kept.update(enumerate(step.ranks))
     depths = range(1 + max((d for d, _ in tried), default=-1))
@@ -140,6 +144,16 @@ def measured(steps: Iterable[Step]) -> list[list[float]]:
         rates = np.array([(kept[d, r] + _PRIOR * pooled[r]) / (tried[d, r] + _PRIOR) for r in ranks])
         table.append(isotonic_regression(rates, weights=trials, increasing=False).x.tolist())
     return table
+
+
+def _last(steps: Sequence[Step]) -> list[bool]:
+    """Of each step, whether it is its request's last. Requests are numbered anew in each batch."""
+    after: dict[int, int] = {}
+    found = []
+    for step in reversed(steps):
+        found.append(after.get(step.request, 0) <= step.step)
+        after[step.request] = step.step
+    return found[::-1]
 
 
 def optimal(accept: Sequence[Sequence[float]], nodes: int) -> TreeShape:

@@ -115,7 +115,7 @@ def _recorded(row: Row) -> Sample:
 def _ids(row: Row, found: Any, key: str) -> list[int]:
     if not isinstance(found, list) or not found or not all(type(i) is int and 0 <= i < _ANY_ID for i in found):
         raise UserError(
-            f"{row.where}: {key} must be a list of token ids (0 to {_ANY_ID - 1}) that is not empty, not {found!r:.60}"
+            f"{row.where}: {key} must be a list of token ids that is not empty, not {found!r:.60}; ids have 32 bits"
         )
     return found
 

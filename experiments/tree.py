@@ -15,8 +15,8 @@ from .construct import Constructor
 from .files import read_result
 from .format import percent
 from .metrics import acceptance
-from .report.explain import Log
 from .report.load import Run
+from .report.log import Log
 from .table import columns
 
 USAGE = "decodelab tree RUN output=FILE [nodes=N]"
@@ -104,9 +104,11 @@ def tree(asked: Asked) -> int:
     run = Run(asked.run, read_result(asked.run / "result.json"))
     used, costs = _shape(run), _costs(run)
     steps = Log(run).steps
+    if not steps:
+        raise UserError(f"{asked.run / 'events.jsonl'} is not there or holds no step: run again, or name another run")
     if any(step.accepted and not step.ranks for step in steps):
         raise UserError(f"the events of {asked.run} tell no ranks, as those of an earlier version: run it again")
-    accept = measured(steps)
+    accept = measured(steps, used)
     if not accept:
         raise UserError(f"nothing was drafted in {asked.run}, so nothing is known of any rank: run more prompts")
     chosen = _chosen(accept, asked, costs)

@@ -5,7 +5,7 @@ import pytest
 
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
-from decodelab.decoding.draft import Gives, Needs, Resources, chain
+from decodelab.decoding.draft import EMPTY, Gives, Needs, Resources, chain
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Generation, Step
 from decodelab.decoding.replay import needs_model, replay
@@ -74,3 +74,25 @@ def test_a_drafter_that_needs_a_model_is_refused():
         replay(drafter, [ask([1], Greedy())], [[2]])
     with pytest.raises(UserError, match=r"answer 0 is empty"):
         replay(LOOK, [ask([1], Greedy())], [[]])
+
+
+def test_a_drafter_of_more_rows_than_can_be_verified_is_refused():
+    """Before anything is set aside for them. A chain is no longer than what may be emitted; a budget holds."""
+    decoder, rule = tiny_decoder(), Greedy()
+    requests = [ask([1, 2, 1, 2], rule, 6)]
+    wide = Rigged(lambda *_: EMPTY, gives=Gives("forest", 16_385, 5))
+    line = r"the drafter may propose 16385 rows a step, and 16384 can be verified at once: give smaller numbers"
+    with pytest.raises(UserError, match=line):
+        loop.generate(decoder, requests, wide, rule)
+    with pytest.raises(UserError, match=line):
+        replay(wide, requests, [[3]])
+    long = PromptLookup(max_draft=10**12)
+    for drafter, budget in ((wide, 9), (long, None)):
+        (real,) = loop.generate(decoder, requests, drafter, rule, budget=budget)
+        (got,) = replay(drafter, requests, [real.tokens], budget=budget)
+        assert facts(got) == facts(real)
+
+
+def test_a_limit_beyond_all_memory_costs_none():
+    (got,) = replay(LOOK, [ask([1, 2, 1], Greedy(), 10**15, context=10**15)], [[2, 1, 2, 1]])
+    assert len(got.tokens) == 4

@@ -4,8 +4,9 @@ import torch
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.cost import Profile
-from decodelab.decoding.draft import EMPTY, Draft, Gives, Needs, Resources, chain, tree
+from decodelab.decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, chain, tree
 from decodelab.decoding.errors import UserError
+from decodelab.decoding.noise import Noise
 from decodelab.drafting.budget import HOPE, Estimate, allocate
 from decodelab.drafting.merge import Merge, Merged, merge
 from decodelab.drafting.none import Nothing
@@ -224,6 +225,41 @@ def test_what_is_wrong_is_said(keys, line, monkeypatch):
 
 def test_names_of_equal_members_are_told_apart():
     assert built(PromptLookup(), PromptLookup(), Nothing()).sources[:2] == ("prompt_lookup", "prompt_lookup#2")
+
+
+def test_names_in_a_merge_of_merges_are_told_apart():
+    look = PromptLookup()
+    assert built(look, built(look, look), look).sources == tuple(f"prompt_lookup{n}" for n in ("", "#2", "#3", "#4"))
+
+
+def test_what_a_member_did_not_draft_was_not_kept():
+    """It finds something every other step, two tokens deep where five might be, and those are kept."""
+    estimate = Estimate()
+    for kept in [2, 0] * 200:
+        estimate.told(5, kept, 5, kept, 0.0)
+    first, second, third, *_ = estimate.survival(5)
+    assert first == pytest.approx(0.5, abs=0.06)
+    assert second == pytest.approx(first, abs=0.06)
+    assert third < 0.1
+    drafter = built(PromptLookup(max_draft=4, per_match=None), Nothing(), profile=Profile(8, {1: 1.0, 32: 1.0}))
+    opened = Opened((1, 2, 3), (), 9, ask([1, 2, 3], Greedy()).processors, 0, tiny_decoder().open_cache(1, 9))
+    (state,) = drafter.start([opened])
+    drafter.propose([state], [Room(8, 8)], [Noise(0, 0, 0)])
+    assert (state.allowed, state.reach) == ([4, 0], [4, 0])
+    drafter.observe([state], [Seen((4,), 3)])
+    assert [e.tried for e in state.estimates] == [[1.0, 0.0, 0.0, 0.0], []]
+
+
+def test_shares_of_many_members_are_found_one_by_one():
+    """As good as the best of all combinations where the members differ; each alone is a start."""
+    flat = Profile(8, {1: 1.0, 2: 1.3, 32: 1.4})
+    estimates = [Estimate() for _ in range(9)]
+    for _ in range(40):
+        for m, estimate in enumerate(estimates):
+            estimate.told(8, 8, 8, 7 if m == 6 else 0, 0.0)
+    assert allocate(estimates, [8] * 9, [8] * 9, 72, flat) == [0, 0, 0, 0, 0, 0, 8, 0, 0]
+    assert allocate(estimates, [8] * 9, [8] * 9, 4, flat) == [0, 0, 0, 0, 0, 0, 4, 0, 0]
+    assert allocate(estimates, [0] * 9, [0] * 9, 0, flat) == [0] * 9
 
 
 def test_members_are_finished_and_started_one_by_one():

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig
@@ -174,6 +175,7 @@ def test_what_is_wrong_with_a_corpus_is_said(tmp_path):
         ),
         ("d.jsonl", b"\nabc", "d.jsonl:2 is not JSON"),
         ("e.txt", b"\xff\xfe", "e.txt is not UTF-8"),
+        ("f.jsonl", b"[" * 100_000, "f.jsonl:1 is not JSON"),
     ):
         (tmp_path / name).write_bytes(content)
         _refused(Retrieval(corpus=str(tmp_path / name)), line)
@@ -197,6 +199,32 @@ def test_what_is_wrong_with_a_datastore_is_said(tmp_path):
     _refused(Retrieval(datastore=str(file)), "mine.safetensors is no datastore")
     file.write_bytes(b"\x80\x04K\x01.")  # a pickle
     _refused(Retrieval(datastore=str(file)), "mine.safetensors cannot be read as a datastore")
+
+
+def test_marks_before_a_text_and_halves_of_characters_are_read(tmp_path):
+    corpus = tmp_path / "mine.jsonl"
+    corpus.write_bytes(b'\xef\xbb\xbf"abc"\r\n"d\\ud800e"\r\n')
+    text = Datastore(str(corpus)).open(RESOURCES).text.tolist()
+    unknown = RESOURCES.tokenizer.unk_token_id
+    assert text == [*ids("abc"), BORDER, ids("d")[0], unknown, ids("e")[0], BORDER]
+
+
+@pytest.mark.parametrize("note", [[1], "x", {"vocabulary": 3}, {"largest": "7"}, {"corpus": None}], ids=str)
+def test_a_datastore_with_an_odd_note_is_refused(note, tmp_path):
+    corpus, file = tmp_path / "mine.txt", tmp_path / "mine.safetensors"
+    corpus.write_text("abc", encoding="utf-8")
+    Retrieval(corpus=str(corpus), datastore=str(file)).build(RESOURCES)
+    arrays = load_file(file)
+    with safe_open(file, "np") as stored:
+        known = json.loads(stored.metadata()["decodelab"])
+    save_file(arrays, file, {"decodelab": json.dumps({**known, **note} if isinstance(note, dict) else note)})
+    _refused(Retrieval(datastore=str(file)), "mine.safetensors is no datastore")
+    save_file({name: a.reshape(-1, 1) for name, a in arrays.items()}, file, {"decodelab": json.dumps(known)})
+    _refused(Retrieval(datastore=str(file)), "mine.safetensors is no datastore")
+    arrays["text"][0] = 60
+    save_file(arrays, file, {"decodelab": json.dumps(known)})
+    with pytest.raises(UserError, match=r"mine.safetensors is damaged: delete it and make it again"):
+        Retrieval(datastore=str(file)).build(RESOURCES)
 
 
 def test_a_damaged_datastore_is_refused(tmp_path):

@@ -1,16 +1,18 @@
 import pytest
+from transformers import LlamaConfig
 
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
-from decodelab.decoding.draft import EMPTY, Gives, Opened, Room, Seen
+from decodelab.decoding.draft import EMPTY, Gives, Opened, Resources, Room, Seen
 from decodelab.decoding.errors import UserError
+from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.merge import Merged
 from decodelab.drafting.none import Nothing
 from decodelab.drafting.token_recycling import Recycler, State, TokenRecycling
 from decodelab.drafting.trees import cartesian, shape, write_tree
 from decodelab.tests.rigged import PROMPTS, ask
-from decodelab.tests.tiny import clockwork, tiny_decoder
+from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
 
 NEXT = [*range(1, 16), 0]
 
@@ -107,3 +109,13 @@ def test_what_is_wrong_is_said():
         TokenRecycling(nodes=0)
     with pytest.raises(UserError, match=r"drafting.fall must be between 0 and 1, got 1.0"):
         TokenRecycling(fall=1.0)
+    with pytest.raises(UserError, match=r"drafting.nodes must be at most 4096, got 4097"):
+        TokenRecycling(nodes=4097)
+    with pytest.raises(UserError, match=r"drafting.tree=.* must hold paths, lists of ranks from 0 on"):
+        _ = TokenRecycling(tree=((0,), (0, -1))).gives
+    wide = TokenRecycling(width=62)
+    line = r"drafting.width must be at most 61, the target's vocabulary, got 62"
+    with pytest.raises(UserError, match=line):
+        wide.check(Source("tiny", LlamaConfig(vocab_size=61), tiny_tokenizer(), (), "0" * 64, 0, lambda progress: {}))
+    with pytest.raises(UserError, match=line):
+        wide.build(Resources(tiny_decoder(), tiny_tokenizer(), Greedy().law()))

@@ -93,6 +93,24 @@ def test_rates_measured_from_steps():
     assert expected(found, cartesian([3, 2, 2])) == pytest.approx(tau, rel=0.01)
 
 
+def test_what_a_tree_wanted_and_a_step_had_not_was_not_kept():
+    """A drafter that knows no follower of half of the tokens: the tree's expected tokens are those that came."""
+    tree, rng = cartesian([2, 1]), random.Random(0)
+    steps = []
+    for number in range(4000):
+        ranks = (0, 0)[: rng.choice([0, 0, 1, 2])]
+        offered = [2, 1, 0][: len(ranks) + 1] if ranks else rng.choice([[], [2]])
+        steps.append(Step(0, number, 1, 3, 4, 2, len(ranks), len(ranks) + 1, (), (), ranks=ranks, offered=(*offered,)))
+    tau = sum(s.emitted for s in steps) / len(steps)
+    assert expected(measured(steps, tree), tree) == pytest.approx(tau, rel=0.01)
+    assert expected(measured(steps), tree) > tau + 0.2
+    last = Step(0, 0, 1, 0, 1, 0, 0, 1, (), ())  # alone of its request: there was no room
+    assert measured([last], tree) == []
+    assert measured([last, last], tree) == []  # of two requests, one after the other
+    (first, *_) = measured([last, Step(0, 1, 1, 2, 3, 1, 0, 1, (), (), ranks=(), offered=(2,))], tree)
+    assert first == [0.0, 0.0]
+
+
 def test_rates_of_few_steps():
     """What is rarely reached is judged by its rank over all depths, and no rank is better than a likelier one."""
     assert measured([]) == []

@@ -269,6 +269,14 @@ def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private:
             "known.jsonl:1: baseline.tokens must be a list of token ids that is not empty, not []",
         ),
         (
+            [{"prompt_ids": [1], "max_new_tokens": 3, "baseline": {"tokens": [1, 2**32 - 1]}}], [],
+            "known.jsonl:1: baseline.tokens must be a list of token ids that is not empty, not [1, 4294967295]; ids",
+        ),
+        (
+            [{"prompt_ids": [1], "max_new_tokens": True, "baseline": {"tokens": [1]}}], [],
+            "known.jsonl:1: max_new_tokens=True is below the 1 tokens of its answer",
+        ),
+        (
             [{"prompt_ids": [1], "max_new_tokens": 1, "baseline": {"tokens": [1, 2]}}], [],
             "known.jsonl:1: max_new_tokens=1 is below the 2 tokens of its answer",
         ),

@@ -8,7 +8,7 @@ import pytest
 
 from decodelab.decoding import cost
 from decodelab.decoding.cost import Profile
-from decodelab.drafting.trees import measured, optimal, read_tree
+from decodelab.drafting.trees import cartesian, measured, optimal, read_tree
 from decodelab.experiments import run
 from decodelab.experiments.cli import main
 from decodelab.experiments.hardware import Peaks
@@ -38,7 +38,7 @@ def test_from_a_run_to_a_run(bench: Bench, private: Path, capsys: Any):
     capsys.readouterr()
     assert main(["tree", str(bench.folder), "output=trees/best.json", "nodes=5"]) == 0
     out = capsys.readouterr().out
-    accept = measured(steps)
+    accept = measured(steps, cartesian([4, 2, 2]))
     best = read_tree("trees/best.json")
     assert best == optimal(accept, 5)
     written = json.loads(Path("trees/best.json").read_text())
@@ -105,7 +105,7 @@ def test_what_cannot_be_measured_is_one_line(bench: Bench, private: Path, capsys
     assert line(capsys) == "the events of wide tell no ranks, as those of an earlier version: run it again"
     Path("wide/events.jsonl").write_text("")
     assert main(["tree", "wide", "output=t.json", "nodes=3"]) == 2
-    assert line(capsys).startswith("nothing was drafted in wide")
+    assert line(capsys).startswith("wide/events.jsonl is not there or holds no step: run again")
     assert not Path("t.json").exists()
 
 
