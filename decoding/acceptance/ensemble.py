@@ -62,7 +62,7 @@ class Ensemble:
                 else:
                     q[draft.tokens[c]] += 1 / len(candidates)
             q *= law.allowed(row)
-            if (mass := float(q.sum())) == 0:
+            if not (mass := float(q.sum())) > 0:
                 return None
             return self.weight * p + (1 - self.weight) / mass * q
 

@@ -95,6 +95,16 @@ def test_an_ensemble_emits_nothing_that_is_forbidden() -> None:
             assert emitted == ({0, 2} if len(draft) == 1 else {2})
 
 
+def test_a_q_that_is_no_law_leaves_the_targets_own() -> None:
+    draft, rule, seen = chain([0], torch.full((1, 3), torch.nan)), Ensemble(weight=0.5), set()
+    for seed in range(20):
+        law = Law(Processors.build(rule.law(), 1, ()), torch.zeros(2, 3), [0], draft.tokens, draft.parents)
+        verdict = rule.judge(draft, law, Noise(seed, 0, 0))
+        assert verdict.path == ()
+        seen.add(verdict.next)
+    assert seen == {0, 1, 2}
+
+
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(UserError, match=r"acceptance.weight must be between 0 and 1, got 1.5"):
         Ensemble(weight=1.5)
