@@ -297,7 +297,12 @@ def layers(config: RunConfig) -> int:
         "tokens": sum(map(len, answers.tokens)),
         "tried": len(found),
     }
-    write_atomic(file, json.dumps(written, indent=1) + "\n")
+    try:
+        write_atomic(file, json.dumps(written, indent=1) + "\n")
+    except OSError as error:  # what took minutes to find is not lost
+        left_out = ",".join(map(str, sorted(best.skip)))
+        told = f"drafting.skip=[{left_out}] drafting.max_draft={best.max_draft}"
+        raise UserError(f"output={config.output} cannot be written ({error.strerror}); found was {told}") from error
     _show(found, len(layout.layers), answers, source.label, file)
     return 0
 

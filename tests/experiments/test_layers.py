@@ -1,5 +1,6 @@
 """The search for layers that may be left out: what it says of a set is what decoding with it does."""
 
+import errno
 import itertools
 import json
 import re
@@ -111,7 +112,7 @@ def test_the_climb_leaves_no_layer_without_its_keys():
     assert all(skip in possible for skip in asked)
 
 
-def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, capsys):
+def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, capsys, monkeypatch):
     task = private / "task.jsonl"
     task.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("12 ab 12 ab", "one two one two")))
     file = private / "layers.json"
@@ -138,6 +139,16 @@ def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, c
     ):
         assert main(["layers", *words, *wrong]) == 2
         assert text in capsys.readouterr().err
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("decodelab.experiments.layers.write_atomic", full)
+    assert main(["layers", *words, f"output={private / 'other'}"]) == 2
+    told = capsys.readouterr().err
+    assert re.search(
+        r"other cannot be written \(No space left.*\); found was drafting.skip=\[\d\] drafting.max_draft=", told
+    )
 
 
 @pytest.mark.parametrize("name", ["tries", "max_draft"])
