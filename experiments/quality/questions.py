@@ -8,7 +8,8 @@ from typing import Any
 
 from ...decoding.errors import UserError
 from ..items import Row
-from .scorers import CODE_STOPS, MBPP_STOP, Scorer, Text, as_number, build_scorer, golds, scorer_text, tests_of
+from .programs import CODE_STOPS, MBPP_STOP, tests_of
+from .scorers import Scorer, Text, as_number, build_scorer, golds, scorer_text
 from .settings import Kind, TaskSpec
 
 KINDS = (

@@ -589,7 +589,10 @@ STALE = "is not as this version writes a run"
         (result(lambda r: r.update(schema=0)), "has schema 0, and this version reads schema 1"),
         (result(lambda r: r.update(quality=None)), "is a run without quality; name the folder of a run with quality"),
         (result(lambda r: r["quality"].pop("backend")), rf"{STALE} \(KeyError\('backend'\)\)"),
-        (result(lambda r: r["quality"]["tasks"]["t"].pop("main")), rf"{STALE} \(KeyError\('main'\)\)|is damaged: quality\.tasks\.t has no main"),
+        (
+            result(lambda r: r["quality"]["tasks"]["t"].pop("main")),
+            rf"{STALE} \(KeyError\('main'\)\)|is damaged: quality\.tasks\.t has no main",
+        ),
         (result(lambda r: r["config"].pop("acceptance")), rf"{STALE} \(KeyError\('acceptance'\)\)"),
         (result(lambda r: r["quality"].update(tasks=3)), rf"{STALE}|is damaged: quality\.tasks is not an object"),
         (lambda folder: (folder / "quality.jsonl").unlink(), r"quality\.jsonl cannot be read \(No such file or dir"),

@@ -252,7 +252,7 @@ def test_an_interrupt_keeps_what_was_answered_and_the_same_command_goes_on(
 def test_a_killed_run_asks_for_the_rest(exams: Exams, counted: list[str], monkeypatch: pytest.MonkeyPatch):
     """Killed: no result was written, and the last line of the answers is torn."""
     with monkeypatch.context() as patched:
-        patched.setattr("decodelab.experiments.quality.evaluate._scored", _raise(MemoryError()))
+        patched.setattr("decodelab.experiments.quality.evaluate.task_scores", _raise(MemoryError()))
         with pytest.raises(MemoryError):
             exams.evaluate(exams.tasks("asked"))
     answers = exams.bench.root / "out" / "quality-responses.jsonl"

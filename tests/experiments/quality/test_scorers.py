@@ -5,14 +5,9 @@ import pytest
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.items import Row
 from decodelab.experiments.quality import scorers
-from decodelab.experiments.quality.scorers import (
-    as_number,
-    build_scorer,
-    last_number,
-    program_of,
-    scorer_text,
-)
-from decodelab.experiments.quality.scorers import tests_of as joined_tests
+from decodelab.experiments.quality.programs import program_of
+from decodelab.experiments.quality.programs import tests_of as joined_tests
+from decodelab.experiments.quality.scorers import as_number, build_scorer, last_number, scorer_text
 
 HUMANEVAL = {
     "prompt": "import math\n\ndef half(x):\n    return x / 2\n\n\ndef area(r):\n    '''Of a circle.'''\n",

@@ -13,8 +13,9 @@ from lm_eval.evaluator import evaluate
 from decodelab.decoding.errors import UserError
 from decodelab.experiments.quality import harness
 from decodelab.experiments.quality.harness import FileTask
-from decodelab.experiments.quality.scorers import program_of, run_tests
-from decodelab.experiments.quality.scorers import tests_of as joined_tests
+from decodelab.experiments.quality.programs import program_of
+from decodelab.experiments.quality.programs import tests_of as joined_tests
+from decodelab.experiments.quality.sandbox import run_tests
 from decodelab.experiments.quality.settings import QualitySettings, TaskSpec
 from decodelab.experiments.quality.tasks import OwnTask, build_tasks, read_task, spec_digest, tasks_digest
 from decodelab.tests.enumeration import unchecked
