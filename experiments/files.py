@@ -98,22 +98,25 @@ def misfit(found: Any, shape: Any, at: str = "it") -> str | None:
     if isinstance(shape, tuple):
         return None if found is None else misfit(found, shape[0], at)
     kind = shape if isinstance(shape, type) else type(shape)
-    huge = isinstance(found, int) and abs(found) > _MOST  # no float
-    if huge or isinstance(found, bool) or not isinstance(found, (int, float) if kind is float else kind):
+    if not _is_of(found, kind):
         return f"{at} is not {_CALLED[kind]}"
     if isinstance(shape, list):
-        parts = [(f"{at}[{place}]", value, shape[0]) for place, value in enumerate(found)]
+        parts = ((f"{at}[{place}]", value, shape[0]) for place, value in enumerate(found))
         return next(filter(None, (misfit(value, inner, where) for where, value, inner in parts)), None)
     for name, inner in shape.items() if isinstance(shape, dict) else ():
         key = name.removesuffix("?")
-        if key != "*" and key not in found:
-            if key == name:
-                return f"{at} has no {key}"
-            continue
-        for one in found if key == "*" else [key]:
+        if key == name != "*" and key not in found:
+            return f"{at} has no {key}"
+        for one in found if key == "*" else [key] if key in found else []:
             if (wrong := misfit(found[one], inner, one if at == "it" else f"{at}.{one}")) is not None:
                 return wrong
     return None
+
+
+def _is_of(found: Any, kind: type) -> bool:
+    if isinstance(found, bool) or (isinstance(found, int) and abs(found) > _MOST):  # too large for a float
+        return False
+    return isinstance(found, (int, float) if kind is float else kind)
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil, log2
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .load import number_at
 from .rows import Group, Measure, Row, Value, front
@@ -35,11 +35,13 @@ DARK: Mapping[str, str] = {
 SERIES = tuple(f"c{i}" for i in range(8))
 PHASES = ("draft", "verify", "accept", "commit", "other")
 WIDTH = 7.2  # inches; the page shows them at 100 pixels each
+ROW = 0.235  # inches of a row
 SHOWN = 50  # rows of a picture; the table has all
 PANELS = 8  # tasks of a picture
 TRACED = 6  # lines of a picture that have a colour and a name
 LEAST = 5  # drafts that a share is of
 WIDEST = 46  # characters of a label in a picture
+_NOTE: Mapping[str, Any] = {"textcoords": "offset points", "fontsize": 8}  # a text beside what it tells of
 STYLES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -107,7 +109,7 @@ def speedups(group: Group, colours: Mapping[str, str]) -> Picture | None:
         return None
     found.sort(key=lambda row: row.speedup.value or 0.0, reverse=True)
     shown = found[:SHOWN]
-    with _figure(0.6 + 0.235 * len(shown)) as (figure, axes):
+    with _figure(0.6 + ROW * len(shown)) as (figure, axes):
         highest = max(max(row.speedup.high or 0.0, row.speedup.value or 0.0) for row in shown)
         lowest = min(min(row.speedup.low or 1e9, row.speedup.value or 1e9) for row in shown)
         if highest > 8 * max(lowest, 1e-9):
@@ -126,7 +128,7 @@ def speedups(group: Group, colours: Mapping[str, str]) -> Picture | None:
                 axes.plot([predicted], [y], marker="|", markersize=9, markeredgewidth=1.6, color=LIGHT["muted"])
             _right(axes, y, _times(v.value) if v.low is not None else f"{_times(v.value)} (n={v.n})")
         _rows(axes, shown)
-        axes.grid(axis="x", color=LIGHT["grid"], linewidth=0.6)
+        _grid(axes, "x")
         axes.set_xlabel("speedup over plain decoding")
     said = [
         "Decode seconds per token, plain ÷ strategy, with 95 % intervals over prompts; right of the line is faster."
@@ -158,7 +160,7 @@ def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
             axes.set_ylim(0, 1.03)
             axes.set_title(title, loc="left", color=LIGHT["text"])
             axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.0f} %")
-            axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.6)
+            _grid(axes, "y")
             _name_lines(axes, ends)
         deepest = max(len(curve) for _, curve in found)
         panels[-1].set_xlim(0.7, deepest + 0.3)
@@ -182,7 +184,7 @@ def phases(group: Group, colours: Mapping[str, str]) -> Picture | None:
     if not found:
         return None
     shown = found[:SHOWN]
-    with _figure(0.9 + 0.235 * len(shown)) as (figure, axes):
+    with _figure(0.9 + ROW * len(shown)) as (figure, axes):
         for y, row in _numbered(shown):
             whole, left = 1e3 * (row.run.number("strategy.tpot_s") or 0.0), 0.0
             for phase in PHASES:
@@ -195,7 +197,7 @@ def phases(group: Group, colours: Mapping[str, str]) -> Picture | None:
             _right(axes, y, f"{whole:.3g} ms")
         _rows(axes, shown)
         axes.set_xlim(0, None)
-        axes.grid(axis="x", color=LIGHT["grid"], linewidth=0.6)
+        _grid(axes, "x")
         axes.set_axisbelow(True)
         axes.set_xlabel("milliseconds a token")
         _legend(figure, [(phase, LIGHT[phase]) for phase in PHASES])
@@ -213,7 +215,7 @@ def categories(group: Group, colours: Mapping[str, str]) -> Picture | None:
     timed = any(number_at(row, "speedup.value") is not None for r in shown for row in _categories(r).values())
     path = "speedup.value" if timed else "tokens_per_step"
     slanted = max(len(name) for name in names) * len(names) > 52
-    with _figure((1.25 if slanted else 0.55) + 0.235 * len(shown)) as (figure, axes):
+    with _figure((1.25 if slanted else 0.55) + ROW * len(shown)) as (figure, axes):
         for y, row in enumerate(shown):
             for x, name in enumerate(names):
                 value = number_at(_categories(row).get(name), path)
@@ -286,7 +288,7 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
         axes.set_xlim(0.93, ks[-1] * 1.1)
         axes.set_ylim(0.5 if most < 4 else 0, most * 1.18)
         _name_spots(axes, spots[:TRACED], colours, 30)
-        axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.6)
+        _grid(axes, "y")
         axes.set_xlabel("rows k in one forward pass")
         axes.set_ylabel("T(k) ÷ T(1);  tokens a step")
     about = (
@@ -336,17 +338,13 @@ def _rows(axes: "Axes", rows: Sequence[Row]) -> None:
             label.set_color(LIGHT["muted"])
 
 
-def _right(axes: "Axes", y: float, text: str) -> None:
-    """A value at the right end of a row."""
-    axes.annotate(
-        text,
-        (1, y),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-    )
+def _grid(axes: "Axes", axis: Literal["x", "y", "both"]) -> None:
+    axes.grid(axis=axis, color=LIGHT["grid"], linewidth=0.6)
+
+
+def _right(axes: "Axes", y: float, text: str, colour: str = LIGHT["text"]) -> None:
+    """A text at the right, beside the axes."""
+    axes.annotate(text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(6, 0), va="center", color=colour, **_NOTE)
 
 
 def _dot(axes: "Axes", x: float, y: float, colour: str, hollow: bool = False, size: float = 5.5) -> None:
@@ -389,16 +387,7 @@ def _name_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> 
         heights[i] = min(heights[i], highest)
         highest = heights[i] - gap
     for (_, _, label, colour), height in zip(ends, heights, strict=True):
-        axes.annotate(
-            label,
-            (1, height),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            fontsize=8,
-        )
+        _right(axes, height, label, colour)
 
 
 def _spots(group: Group, measure: Measure) -> list[_Spot]:
@@ -416,11 +405,10 @@ def _name_spots(axes: "Axes", spots: Sequence[_Spot], colours: Mapping[str, str]
     dots = [axes.transData.transform((spot.x, spot.y)) for spot in spots]
     taken = [Bbox([dot - 4, dot + 4]) for dot in dots]
     inside = axes.get_window_extent()
-    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}
     for spot in spots:
         name, at, colour = _short(spot.row.label, widest), (spot.x, spot.y), _colour(spot.row, colours)
         for shift, side in ((7, "left"), (-7, "right")):
-            text = axes.annotate(name, at, xytext=(shift, 3), ha=side, color=colour, **style)
+            text = axes.annotate(name, at, xytext=(shift, 3), ha=side, color=colour, **_NOTE)
             box = text.get_window_extent()
             if box.x0 >= inside.x0 and box.x1 <= inside.x1 + 8 and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
@@ -448,7 +436,7 @@ def _front(axes: "Axes", measure: Measure, spots: Sequence[_Spot], colours: Mapp
         else:
             _dot(axes, spot.x, spot.y, colour, hollow=not on, size=5.5 if on else 4.0)
     axes.set_title(_short(measure.title, 40), loc="left")
-    axes.grid(color=LIGHT["grid"], linewidth=0.6)
+    _grid(axes, "both")
     axes.tick_params(labelcolor=LIGHT["muted"])
     axes.margins(0.12)
     if not measure.higher:
