@@ -8,8 +8,9 @@ from typing import Any
 from ... import __version__
 from ..files import read_lines
 from .changes import Comparison
+from .drawing import DARK, LIGHT, palette, svg
 from .load import Found, at, number_at
-from .plots import DARK, LIGHT, palette, pictures, svg
+from .plots import pictures
 from .rows import Group, Row
 from .tables import changes, columns, mark, notes
 

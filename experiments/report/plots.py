@@ -1,58 +1,39 @@
-"""The pictures of a report: what to look at, from the same rows as its tables.
+"""The pictures of a report: what to look at, from the same rows as its tables."""
 
-Colours are names of the page's style sheet, so that one picture reads on a light and on a dark page; texts stay texts.
-"""
-
-import io
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from .drawing import (
+    LIGHT,
+    NOTE,
+    PHASES,
+    ROW,
+    WIDEST,
+    Picture,
+    at_right,
+    canvas,
+    grid_lines,
+    legend,
+    mark_dot,
+    name_rows,
+    numbered,
+    plain_ticks,
+    shorten,
+)
 from .load import number_at
 from .rows import Group, Measure, Row, Value, front
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# What the style sheet names, by the colour that stands for it in the drawing: no other drawing may use these.
-LIGHT: Mapping[str, str] = {
-    "text": "#1d2329", "muted": "#69737d", "grid": "#e0e4e8", "page": "#fefefe", "bad": "#c2372e", "good": "#2f7d4f",
-    "c0": "#2867b2", "c1": "#c96a12", "c2": "#208576", "c3": "#8f4fb0", "c4": "#a63d63", "c5": "#6f7a1e",
-    "c6": "#7d5a38", "c7": "#4a6076",
-    "draft": "#dd9f4a", "verify": "#93a8c0", "accept": "#79b3a0", "commit": "#b497c4", "other": "#c3c9cf",
-}  # fmt: skip
-DARK: Mapping[str, str] = {
-    "text": "#e4e8ec", "muted": "#98a2ac", "grid": "#333b43", "page": "#15191d", "bad": "#f0776d", "good": "#62bd86",
-    "c0": "#6ea8ee", "c1": "#efa04e", "c2": "#4fc4b1", "c3": "#c896e6", "c4": "#ea86aa", "c5": "#b9c456",
-    "c6": "#c79f76", "c7": "#93adc6",
-    "draft": "#b57c2c", "verify": "#5f748c", "accept": "#4d8674", "commit": "#846794", "other": "#59626b",
-}  # fmt: skip
-SERIES = tuple(f"c{i}" for i in range(8))
-PHASES = ("draft", "verify", "accept", "commit", "other")
-WIDTH = 7.2  # inches; the page shows them at 100 pixels each
-ROW = 0.235  # inches of a row
 SHOWN = 50  # rows of a picture; the table has all
 PANELS = 8  # tasks of a picture
 TRACED = 6  # lines of a picture that have a colour and a name
 LEAST = 5  # drafts that a share is of
-WIDEST = 46  # characters of a label in a picture
-_NOTE: Mapping[str, Any] = {"textcoords": "offset points", "fontsize": 8}  # a text beside what it tells of
 STYLES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-
-
-@dataclass(frozen=True)
-class Picture:
-    """`about` says how to read it. Texts of the figure may come from configurations: `svg` escapes them."""
-
-    name: str
-    title: str
-    about: str
-    figure: "Figure"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,33 +53,6 @@ def pictures(group: Group, colours: Mapping[str, str], prefix: str = "g") -> Ite
             yield replace(picture, name=f"{prefix}-{picture.name}")
 
 
-def palette(groups: Iterable[Group]) -> dict[str, str]:
-    """A colour for each drafter."""
-    names = dict.fromkeys(row.drafter for group in groups for row in group.rows)
-    return {name: SERIES[i % len(SERIES)] for i, name in enumerate(sorted(names))}
-
-
-def svg(picture: Picture) -> str:
-    """To stand within a page: no prologue, ids of its own, colours by name, nothing that is fetched."""
-    import matplotlib as mpl
-
-    out = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": picture.name}):
-        picture.figure.savefig(
-            out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\s(id="|xlink:href="#)', rf" \1{picture.name}-", text).replace("url(#", f"url(#{picture.name}-")
-    text = text.replace("xlink:href", "href").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
-    for name, colour in LIGHT.items():
-        text = text.replace(colour, f"var(--{name})")
-    width, height = (round(72 * inches) for inches in picture.figure.get_size_inches())
-    head = f'<svg role="img" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">'
-    return re.sub(r"<svg[^>]*>", head, text, count=1)
-
-
 # --- the pictures
 
 
@@ -109,26 +63,26 @@ def speedups(group: Group, colours: Mapping[str, str]) -> Picture | None:
         return None
     found.sort(key=lambda row: row.speedup.value or 0.0, reverse=True)
     shown = found[:SHOWN]
-    with _figure(0.6 + ROW * len(shown)) as (figure, axes):
+    with canvas(0.6 + ROW * len(shown)) as (figure, axes):
         highest = max(max(row.speedup.high or 0.0, row.speedup.value or 0.0) for row in shown)
         lowest = min(min(row.speedup.low or 1e9, row.speedup.value or 1e9) for row in shown)
         if highest > 8 * max(lowest, 1e-9):
             axes.set_xscale("log")
-            _plain_ticks(axes.xaxis)
+            plain_ticks(axes.xaxis)
         else:
             axes.set_xlim(0, highest * 1.05)
         axes.axvline(1, color=LIGHT["text"], linewidth=0.9)
-        for y, row in _numbered(shown):
+        for y, row in numbered(shown):
             v, colour = row.speedup, _colour(row, colours)
             if v.low is not None and v.high is not None:
                 axes.plot([v.low, v.high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt", alpha=0.75)
-            _dot(axes, v.value or 0.0, y, colour, hollow=v.low is None)
+            mark_dot(axes, v.value or 0.0, y, colour, hollow=v.low is None)
             predicted = row.run.number("predicted_speedup")
             if predicted is not None:
                 axes.plot([predicted], [y], marker="|", markersize=9, markeredgewidth=1.6, color=LIGHT["muted"])
-            _right(axes, y, _times(v.value) if v.low is not None else f"{_times(v.value)} (n={v.n})")
-        _rows(axes, shown)
-        _grid(axes, "x")
+            at_right(axes, y, _times(v.value) if v.low is not None else f"{_times(v.value)} (n={v.n})")
+        name_rows(axes, shown)
+        grid_lines(axes, "x")
         axes.set_xlabel("speedup over plain decoding")
     said = [
         "Decode seconds per token, plain ÷ strategy, with 95 % intervals over prompts; right of the line is faster."
@@ -146,7 +100,7 @@ def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
     if not found:
         return None
     traced = found[:TRACED]
-    with _figure(5.0, rows=2, sharex=True) as (figure, panels):
+    with canvas(5.0, rows=2, sharex=True) as (figure, panels):
         for axes, name, title in zip(
             panels, ("rate", "conditional"), ("kept up to here", "kept, where all before it were"), strict=True
         ):
@@ -156,11 +110,11 @@ def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
             for (row, curve), style in zip(traced, _styles([row for row, _ in traced]), strict=True):
                 colour = _colour(row, colours)
                 if (end := _line(axes, curve, name, colour, style)) is not None:
-                    ends.append((*end, _short(row.label, 36), colour))
+                    ends.append((*end, shorten(row.label, 36), colour))
             axes.set_ylim(0, 1.03)
             axes.set_title(title, loc="left", color=LIGHT["text"])
             axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.0f} %")
-            _grid(axes, "y")
+            grid_lines(axes, "y")
             _name_lines(axes, ends)
         deepest = max(len(curve) for _, curve in found)
         panels[-1].set_xlim(0.7, deepest + 0.3)
@@ -184,8 +138,8 @@ def phases(group: Group, colours: Mapping[str, str]) -> Picture | None:
     if not found:
         return None
     shown = found[:SHOWN]
-    with _figure(0.9 + ROW * len(shown)) as (figure, axes):
-        for y, row in _numbered(shown):
+    with canvas(0.9 + ROW * len(shown)) as (figure, axes):
+        for y, row in numbered(shown):
             whole, left = 1e3 * (row.run.number("strategy.tpot_s") or 0.0), 0.0
             for phase in PHASES:
                 width = whole * (row.run.number(f"strategy.time_share.{phase}") or 0.0)
@@ -194,13 +148,13 @@ def phases(group: Group, colours: Mapping[str, str]) -> Picture | None:
             plain = row.run.number("baseline.tpot_s")
             if plain is not None:
                 axes.plot([1e3 * plain] * 2, [y - 0.42, y + 0.42], color=LIGHT["text"], linewidth=1.4)
-            _right(axes, y, f"{whole:.3g} ms")
-        _rows(axes, shown)
+            at_right(axes, y, f"{whole:.3g} ms")
+        name_rows(axes, shown)
         axes.set_xlim(0, None)
-        _grid(axes, "x")
+        grid_lines(axes, "x")
         axes.set_axisbelow(True)
         axes.set_xlabel("milliseconds a token")
-        _legend(figure, [(phase, LIGHT[phase]) for phase in PHASES])
+        legend(figure, [(phase, LIGHT[phase]) for phase in PHASES])
     about = "What a token costs after the first, by what the time went into, and what it costs plain decoding there."
     return Picture("phases", "Time per phase", about + _more(found), figure)
 
@@ -215,7 +169,7 @@ def categories(group: Group, colours: Mapping[str, str]) -> Picture | None:
     timed = any(number_at(row, "speedup.value") is not None for r in shown for row in _categories(r).values())
     path = "speedup.value" if timed else "tokens_per_step"
     slanted = max(len(name) for name in names) * len(names) > 52
-    with _figure((1.25 if slanted else 0.55) + ROW * len(shown)) as (figure, axes):
+    with canvas((1.25 if slanted else 0.55) + ROW * len(shown)) as (figure, axes):
         for y, row in enumerate(shown):
             for x, name in enumerate(names):
                 value = number_at(_categories(row).get(name), path)
@@ -226,10 +180,10 @@ def categories(group: Group, colours: Mapping[str, str]) -> Picture | None:
                 colour = LIGHT["good"] if value >= 1 else LIGHT["bad"]
                 axes.barh(y, 0.96, 0.9, left=x - 0.48, color=colour, alpha=round(0.06 + 0.6 * strength, 2), linewidth=0)
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=LIGHT["text"])
-        _rows(axes, shown)
+        name_rows(axes, shown)
         axes.set_xlim(-0.52, len(names) - 0.48)
         axes.xaxis.tick_top()
-        axes.set_xticks(range(len(names)), [_short(name, 22) for name in names])
+        axes.set_xticks(range(len(names)), [shorten(name, 22) for name in names])
         if slanted:
             for label in axes.get_xticklabels():
                 label.set(rotation=30, ha="left", rotation_mode="anchor")
@@ -247,7 +201,7 @@ def quality(group: Group, colours: Mapping[str, str]) -> Picture | None:
     panels = known[:PANELS]
     columns = min(2, len(panels))
     lines = ceil(len(panels) / columns)
-    with _figure(2.7 * lines + 0.2, rows=lines, columns=columns) as (figure, grid):
+    with canvas(2.7 * lines + 0.2, rows=lines, columns=columns) as (figure, grid):
         cells = list(grid) if len(panels) > 1 else [grid]
         for axes, (measure, spots) in zip(cells, panels, strict=False):
             _front(axes, measure, spots, colours, 26 if columns == 2 else WIDEST)
@@ -268,7 +222,7 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
     found = [(row, curve) for row in group.rows if (curve := _costs(row))]
     if not found:
         return None
-    with _figure(3.4) as (figure, axes):
+    with canvas(3.4) as (figure, axes):
         ks = sorted({k for _, curve in found for k in curve})
         for _, curve in found:
             axes.plot(list(curve), list(curve.values()), color=LIGHT["grid"], linewidth=1.2)
@@ -280,7 +234,7 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
         for row, _ in found[:SHOWN]:
             rows, tau = row.run.number("strategy.rows_verified_per_step"), row.run.number("strategy.tokens_per_step")
             if rows is not None and tau is not None:
-                _dot(axes, rows, tau, _colour(row, colours))
+                mark_dot(axes, rows, tau, _colour(row, colours))
                 spots.append(_Spot(row, rows, tau))
         most = max([*middle.values(), *(spot.y for spot in spots)])
         axes.set_xscale("log", base=2)
@@ -288,7 +242,7 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
         axes.set_xlim(0.93, ks[-1] * 1.1)
         axes.set_ylim(0.5 if most < 4 else 0, most * 1.18)
         _name_spots(axes, spots[:TRACED], colours, 30)
-        _grid(axes, "y")
+        grid_lines(axes, "y")
         axes.set_xlabel("rows k in one forward pass")
         axes.set_ylabel("T(k) ÷ T(1);  tokens a step")
     about = (
@@ -300,70 +254,6 @@ def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
 
 
 # --- parts of pictures
-
-
-@contextmanager
-def _figure(height: float, rows: int = 1, columns: int = 1, sharex: bool = False) -> Iterator[tuple[Any, Any]]:
-    """A figure without a window, and its axes; drawn in the page's colours."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "font.size": 8.5, "axes.titlesize": 8.5, "axes.labelsize": 8.5, "xtick.labelsize": 8, "ytick.labelsize": 8,
-        "text.parse_math": False, "text.color": LIGHT["text"], "axes.labelcolor": LIGHT["muted"],
-        "axes.edgecolor": LIGHT["grid"], "xtick.color": LIGHT["grid"], "ytick.color": LIGHT["grid"],
-        "xtick.labelcolor": LIGHT["muted"], "ytick.labelcolor": LIGHT["text"], "axes.spines.top": False,
-        "axes.spines.right": False, "axes.spines.left": False, "axes.facecolor": "none", "figure.facecolor": "none",
-    }  # fmt: skip
-    with mpl.rc_context(style):
-        figure = Figure((WIDTH, height), layout="constrained")
-        axes = figure.subplots(rows, columns, sharex=sharex)
-        yield figure, axes.flat if rows * columns > 1 else axes
-
-
-def _numbered(rows: Sequence[Row]) -> Iterator[tuple[float, Row]]:
-    """With the height that each is drawn at."""
-    return ((float(i), row) for i, row in enumerate(rows))
-
-
-def _rows(axes: "Axes", rows: Sequence[Row]) -> None:
-    """A line a row, from the top, named at the left."""
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [_short(row.label, WIDEST) for row in rows])
-    axes.tick_params(length=0)
-    for row, label in zip(rows, axes.get_yticklabels(), strict=True):
-        if row.verdict == "broken":
-            label.set_color(LIGHT["bad"])
-        elif row.dominated:
-            label.set_color(LIGHT["muted"])
-
-
-def _grid(axes: "Axes", axis: Literal["x", "y", "both"]) -> None:
-    axes.grid(axis=axis, color=LIGHT["grid"], linewidth=0.6)
-
-
-def _right(axes: "Axes", y: float, text: str, colour: str = LIGHT["text"]) -> None:
-    """A text at the right, beside the axes."""
-    axes.annotate(text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(6, 0), va="center", color=colour, **_NOTE)
-
-
-def _dot(axes: "Axes", x: float, y: float, colour: str, hollow: bool = False, size: float = 5.5) -> None:
-    face = LIGHT["page"] if hollow else colour
-    axes.plot([x], [y], marker="o", markersize=size, color=colour, markerfacecolor=face, markeredgewidth=1.3, zorder=3)
-
-
-def _legend(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
-    """In one line above the axes, the upright line of plain decoding first."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    plain = Line2D([], [], linestyle="", marker="|", markersize=9, markeredgewidth=1.4, color=LIGHT["text"])
-    figure.legend(
-        handles=[plain, *(Patch(color=colour, linewidth=0) for _, colour in entries)],
-        labels=["plain decoding", *(name for name, _ in entries)],
-        loc="outside upper right", ncols=1 + len(entries), frameon=False,
-        handlelength=0.9, handleheight=0.9, columnspacing=1.2, handletextpad=0.5,
-    )  # fmt: skip
 
 
 def _line(axes: "Axes", curve: Sequence[Any], name: str, colour: str, style: Any) -> tuple[float, float] | None:
@@ -387,7 +277,7 @@ def _name_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> 
         heights[i] = min(heights[i], highest)
         highest = heights[i] - gap
     for (_, _, label, colour), height in zip(ends, heights, strict=True):
-        _right(axes, height, label, colour)
+        at_right(axes, height, label, colour)
 
 
 def _spots(group: Group, measure: Measure) -> list[_Spot]:
@@ -406,9 +296,9 @@ def _name_spots(axes: "Axes", spots: Sequence[_Spot], colours: Mapping[str, str]
     taken = [Bbox([dot - 4, dot + 4]) for dot in dots]
     inside = axes.get_window_extent()
     for spot in spots:
-        name, at, colour = _short(spot.row.label, widest), (spot.x, spot.y), _colour(spot.row, colours)
+        name, at, colour = shorten(spot.row.label, widest), (spot.x, spot.y), _colour(spot.row, colours)
         for shift, side in ((7, "left"), (-7, "right")):
-            text = axes.annotate(name, at, xytext=(shift, 3), ha=side, color=colour, **_NOTE)
+            text = axes.annotate(name, at, xytext=(shift, 3), ha=side, color=colour, **NOTE)
             box = text.get_window_extent()
             if box.x0 >= inside.x0 and box.x1 <= inside.x1 + 8 and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
@@ -434,9 +324,9 @@ def _front(axes: "Axes", measure: Measure, spots: Sequence[_Spot], colours: Mapp
         if row.verdict == "broken":
             axes.plot([spot.x], [spot.y], marker="x", markersize=6, markeredgewidth=1.6, color=LIGHT["bad"])
         else:
-            _dot(axes, spot.x, spot.y, colour, hollow=not on, size=5.5 if on else 4.0)
-    axes.set_title(_short(measure.title, 40), loc="left")
-    _grid(axes, "both")
+            mark_dot(axes, spot.x, spot.y, colour, hollow=not on, size=5.5 if on else 4.0)
+    axes.set_title(shorten(measure.title, 40), loc="left")
+    grid_lines(axes, "both")
     axes.tick_params(labelcolor=LIGHT["muted"])
     axes.margins(0.12)
     if not measure.higher:
@@ -484,19 +374,5 @@ def _times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
 
 
-def _short(text: str, widest: int) -> str:
-    """Without its middle: what tells labels apart stands at both ends."""
-    tail = (widest - 1) * 3 // 5
-    return text if len(text) <= widest else f"{text[: widest - 1 - tail]}…{text[-tail:]}"
-
-
 def _more(found: Sequence[Row]) -> str:
     return f" The first {SHOWN} of {len(found)} rows." if len(found) > SHOWN else ""
-
-
-def _plain_ticks(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())

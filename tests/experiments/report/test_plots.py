@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from decodelab.experiments.report.drawing import DARK, LIGHT, WIDEST, Picture, palette, svg
 from decodelab.experiments.report.load import Run
-from decodelab.experiments.report.plots import DARK, LIGHT, SHOWN, WIDEST, Picture, palette, pictures, svg
+from decodelab.experiments.report.plots import SHOWN, pictures
 from decodelab.experiments.report.rows import Group, grouped
 from decodelab.tests.experiments.report.made import interval, quality, run
 
