@@ -265,9 +265,10 @@ class DecodelabLM(TemplateLM):
         cuts = []
         for i, (_, context, continuation) in enumerate(pairs):
             if len(continuation) > self.max_length:
-                raise UserError(
-                    f"a continuation has {len(continuation)} tokens, the context holds {self.max_length}; shorten it"
-                )
+                holds = f"the context holds {self.max_length}; shorten it"
+                if self._max_length is not None:
+                    holds = f"quality.max_length={self._max_length} holds fewer; raise it"
+                raise UserError(f"a continuation has {len(continuation)} tokens, {holds}")
             # the last token is scored, never read
             cut = max(0, len(context) + len(continuation) - self.max_length - 1)
             cuts.append(cut)

@@ -121,6 +121,8 @@ def test_long_contexts_lose_their_beginning_as_in_lm_eval():
     assert [ll for ll, _ in found] == pytest.approx([ll for ll, _ in want], abs=1e-5)
     with pytest.raises(UserError, match="continuation has 30 tokens, the context holds 16"):
         DecodelabLM(lab).loglikelihood(asks("loglikelihood", ("x", "y" * 30)))
+    with pytest.raises(UserError, match=r"continuation has 5 tokens, quality\.max_length=4 holds fewer; raise it"):
+        DecodelabLM(lab, max_length=4).loglikelihood(asks("loglikelihood", ("x", "y" * 5)))
 
 
 def test_a_continuation_that_melts_into_the_context_is_scored_apart():
