@@ -12,8 +12,8 @@ from decodelab.drafting.trees import cartesian, measured, optimal, read_tree
 from decodelab.experiments import run
 from decodelab.experiments.cli import main
 from decodelab.experiments.hardware import Peaks
-from decodelab.experiments.report.explain import Log
 from decodelab.experiments.report.load import Run
+from decodelab.experiments.report.log import Log
 from decodelab.tests.experiments.bench import Bench, strict
 
 WIDE = ["drafting=token_recycling", "drafting.tree=[4,2,2]", "task.max_new_tokens=24"]
