@@ -104,7 +104,7 @@ def allocate(
         return tokens / seconds
 
     if len(most) <= EACH:
-        return list(max((rows for rows in product(*choices) if sum(rows) <= room), key=rate))
+        return max((list(rows) for rows in product(*choices) if sum(rows) <= room), key=rate)
     alone = [[min(room, most[m]) if m == n else 0 for m in range(len(most))] for n in range(len(most))]
     return max((_climb(rows, choices, room, rate) for rows in ([0] * len(most), *alone)), key=rate)
 
