@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ from .request import Request
 
 ROWS = (1, 2, 4, 8, 16, 32)
 _WARM = 2  # untimed rounds
+_NO_FASTER = 0.95  # more rows may take this much of what fewer took: less is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,17 @@ class Profile:
     def ratio(self, k: int | float) -> float:
         """T(k) ÷ T(1)."""
         return self.at(k) / self.at(1)
+
+    def doubt(self, busy: bool) -> str | None:
+        """Why what follows from these times is noise, in a line. `busy`: others used the cores when they were taken."""
+        why = ["other programs used the cores while T(k) was measured"] if busy else []
+        for j, k in pairwise(sorted(self.seconds)):
+            if self.seconds[k] < _NO_FASTER * self.seconds[j]:
+                why.append(f"T({k}) is only {self.seconds[k] / self.seconds[j]:.2f} of T({j})")
+                break
+        return (
+            f"{' and '.join(why)}: what is predicted from T(k) is noisy; measure it again when quiet" if why else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +231,15 @@ def speedup(alpha: float, gamma: int, profile: Profile, cost: DraftCost, share: 
     """
     if gamma == 0:
         return 1.0
-    tokens = share * expected_tokens(alpha, gamma) + (1 - share)
-    drafting, idle = step_seconds(profile, cost, gamma + 1, gamma), step_seconds(profile, cost, 1, 0)
-    return tokens * (profile.at(1) + cost.host_s) / (share * drafting + (1 - share) * idle)
+    return gain(expected_tokens(alpha, gamma), gamma, profile, cost, share)
+
+
+def gain(tokens: float, drafted: int, profile: Profile, cost: DraftCost, share: float = 1.0) -> float:
+    """Speedup over plain decoding where `share` of the steps draft so many candidates and emit `tokens` on average; the
+    others pay the drafter's cost a step, verify one row and emit one token."""
+    drafting, idle = step_seconds(profile, cost, 1 + drafted, drafted), step_seconds(profile, cost, 1, 0)
+    tau = share * tokens + (1 - share)
+    return tau * (profile.at(1) + cost.host_s) / (share * drafting + (1 - share) * idle)
 
 
 def best_gamma(alpha: float, profile: Profile, cost: DraftCost, share: float = 1.0, most: int = 32) -> int:

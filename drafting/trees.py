@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..decoding.cost import DraftCost, Profile, step_seconds
+from ..decoding.cost import DraftCost, Profile, gain
 from ..decoding.errors import UserError
 from ..decoding.events import Step
 
@@ -117,9 +117,10 @@ def file_of(wanted: Wanted | None) -> tuple[Path, ...]:
 
 def measured(steps: Sequence[Step], tree: TreeShape | None = None) -> list[list[float]]:
     """`accept[d][r]` as a run's steps have it: of those in which a path of d tokens was kept and a candidate of rank r
-    stood behind it, how many kept that one. It tells ranks by places among siblings: of dense trees alone. With the
-    `tree` that was to be filled, a candidate that it has and the step had not is one that was not kept: so it is with a
-    drafter that knows no follower of some tokens. The last step of a request is left out of that: it had less room.
+    stood behind it, how many kept that one. It tells ranks by places among siblings: of dense trees alone. Steps without
+    a draft say nothing. With the `tree` that was to be filled, a candidate that it has and a draft had not is one that
+    was not kept: so it is with a drafter that knows no follower of some tokens. The last step of a request is left out
+    of that: it had less room.
 
     Where a depth was seldom reached, the rank's rate over all depths speaks for it, and a likelier rank is never taken
     for a worse one: rates are made non-increasing by isotonic regression, weighted by trials.
@@ -129,7 +130,8 @@ def measured(steps: Sequence[Step], tree: TreeShape | None = None) -> list[list[
     kept, tried = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     below = None if tree is None else Counter(path[:-1] for path in tree.paths)
     for step, last in zip(steps, _last(steps), strict=True):
-        row = step.offered if below is None or last else [below[tuple(step.ranks[:d])] for d in range(step.emitted)]
+        whole = below is None or last or not step.offered
+        row = step.offered if whole else [below[tuple(step.ranks[:d])] for d in range(step.emitted)]
         for d, offered in enumerate(row):
             tried.update((d, r) for r in range(offered))
         kept.update(enumerate(step.ranks))
@@ -182,7 +184,7 @@ def optimal(accept: Sequence[Sequence[float]], nodes: int) -> TreeShape:
 
 
 def expected(accept: Sequence[Sequence[float]], tree: TreeShape) -> float:
-    """Tokens a step: those kept on average, and the target's own."""
+    """Tokens of a step that fills the tree: those kept on average, and the target's own."""
     alive: dict[Ranks, float] = {(): 1.0}
     for path in tree.paths:
         d, rank = len(path) - 1, path[-1]
@@ -191,10 +193,12 @@ def expected(accept: Sequence[Sequence[float]], tree: TreeShape) -> float:
     return sum(alive.values())
 
 
-def fastest(accept: Sequence[Sequence[float]], profile: Profile, cost: DraftCost, most: int = 64) -> TreeShape:
-    """The optimal tree of the size that emits most tokens a second, where k rows take T(k)."""
+def fastest(
+    accept: Sequence[Sequence[float]], profile: Profile, cost: DraftCost, most: int = 64, share: float = 1.0
+) -> TreeShape:
+    """The optimal tree of the size that gains most, where k rows take T(k) and `share` of the steps draft."""
     trees = [optimal(accept, nodes) for nodes in range(most + 1)]
-    return max(trees, key=lambda t: expected(accept, t) / step_seconds(profile, cost, 1 + len(t), len(t)))
+    return max(trees, key=lambda t: gain(expected(accept, t), len(t), profile, cost, share))
 
 
 def read_tree(path: str | Path) -> TreeShape:

@@ -11,8 +11,11 @@ _POSITIONS = 4  # of a draft, that are told
 
 def is_busy(result: Mapping[str, Any]) -> bool:
     """Whether the speed in a result.json is that of a machine that did something else as well."""
-    if (result.get("speedup") or {}).get("value") is None or result.get("replay"):
-        return False
+    return (result.get("speedup") or {}).get("value") is not None and not result.get("replay") and was_busy(result)
+
+
+def was_busy(result: Mapping[str, Any]) -> bool:
+    """Whether the machine did something else when a result.json came to be."""
     load = (result.get("provenance") or {}).get("load_before")
     return NOISY in (result.get("warnings") or ()) or (isinstance(load, int | float) and load > BUSY)
 

@@ -8,7 +8,7 @@ import pytest
 
 from decodelab.decoding import cost
 from decodelab.decoding.cost import Profile
-from decodelab.drafting.trees import cartesian, measured, optimal, read_tree
+from decodelab.drafting.trees import cartesian, expected, measured, optimal, read_tree
 from decodelab.experiments import run
 from decodelab.experiments.cli import main
 from decodelab.experiments.hardware import Peaks
@@ -45,6 +45,14 @@ def test_from_a_run_to_a_run(bench: Bench, private: Path, capsys: Any):
     assert written["run"] == bench.result["key"]
     assert written["accept"] == [[round(rate, 4) for rate in rates] for rates in accept]
     assert (written["steps"], written["chosen"]) == (len(steps), "the best of 5 nodes")
+    drafted = sum(step.depth > 0 for step in steps)
+    assert written["drafted_steps"] == drafted < len(steps)
+    share = drafted / len(steps)
+    assert written["expected_tokens_per_step"] == pytest.approx(share * expected(accept, best) + 1 - share, abs=1e-4)
+    assert f"{drafted} of {len(steps)} steps had a draft; the others emit one token" in out
+    (note,) = written["notes"]
+    assert note.startswith("this drafter learns from the rows that are verified: a smaller tree teaches it less")
+    assert note in out
     assert "right at depth  rank 0  rank 1  rank 2  rank 3" in out
     assert [text.split()[0] for text in out.splitlines() if text.endswith("written")] == ["5"]
     assert "predicted" not in out
@@ -73,7 +81,20 @@ def test_the_size_follows_from_t_k(bench: Bench, private: Path, capsys: Any, mon
     written = json.loads(Path("fast.json").read_text())
     assert written["chosen"] == "the fastest by T(k)"
     assert written["predicted_speedup"] == written["expected_tokens_per_step"]
+    assert [note for note in written["notes"] if "T(k)" in note] == []
     dear = bench.result
+    dear["profile"]["seconds"] = {"1": 1.0, "2": 0.9, "9": 3.0}
+    dear["provenance"]["load_before"] = 1.2
+    (bench.folder / "result.json").write_text(json.dumps(dear))
+    capsys.readouterr()
+    assert main(["tree", str(bench.folder), "output=noisy.json", "nodes=8"]) == 0
+    noisy = json.loads(Path("noisy.json").read_text())
+    share = noisy["drafted_steps"] / noisy["steps"]
+    wait = share * Profile(0, {2: 0.9, 9: 3.0, 1: 1.0}).at(9) + 1 - share  # a step without a draft costs T(1)
+    assert noisy["predicted_speedup"] == pytest.approx(noisy["expected_tokens_per_step"] / wait, abs=1e-3)
+    doubt = "other programs used the cores while T(k) was measured and T(2) is only 0.90 of T(1): what is predicted"
+    assert noisy["notes"][0].startswith(doubt)
+    assert f"note: {doubt}" in capsys.readouterr().out
     dear["profile"]["seconds"] = {"1": 1.0, "2": 2.0, "64": 64.0}
     (bench.folder / "result.json").write_text(json.dumps(dear))
     assert main(["tree", str(bench.folder), "output=none.json"]) == 2
@@ -107,6 +128,9 @@ def test_what_cannot_be_measured_is_one_line(bench: Bench, private: Path, capsys
     assert main(["tree", "wide", "output=t.json", "nodes=3"]) == 2
     assert line(capsys).startswith("wide/events.jsonl is not there or holds no step: run again")
     assert not Path("t.json").exists()
+    assert main(["tree", ".", "output=t.json"]) == 2
+    runs = ", ".join(sorted(("gap", "wide", str(bench.folder.relative_to(Path.cwd())))))
+    assert line(capsys) == f". is not a run, but holds 3; name one of them: {runs}"
 
 
 @pytest.mark.parametrize(
