@@ -25,14 +25,17 @@ from .request import Request
 def needs_model(needs: Needs, name: str) -> str | None:
     """Why the drafter `name` cannot be replayed; None if it looks at tokens alone."""
     n = needs
-    if not (
-        n.taps or n.prefill_hidden or n.argmax or n.choices or n.topk or n.target_cache or n.second_model or n.costs
-    ):
-        return None
-    return (
-        f"replay has answers and no model, and {name} needs one: choose a drafter that looks at tokens alone, or leave "
-        "replay out"
-    )
+    if n.taps or n.prefill_hidden or n.argmax or n.choices or n.topk or n.target_cache or n.second_model:
+        return (
+            f"replay has answers and no model, and {name} needs one: choose a drafter that looks at tokens alone, or "
+            "leave replay out"
+        )
+    if n.costs:
+        return (
+            f"replay has answers and no model, on which {name} would measure what rows cost, as drafting.budget=auto "
+            "does: give it a number of rows, or leave replay out"
+        )
+    return None
 
 
 def can_replay(drafter: Drafter[Any]) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ KIND = "layer_skip"
 @dataclass(frozen=True, slots=True)
 class LayerSkip:
     """Settings. `skip`: layers left out, from 0, or a file that `decodelab layers` wrote; `exit`: only so many first
-    layers. `max_draft`: tokens of the chain.
+    layers. `max_draft`: tokens of the chain; a warning says where the file found another length best.
 
     The draft chooses as the target would, with its processors and the noise of each position, so that output equals
     plain decoding token for token, sampled or not. `confidence`: stop where the likeliest next token has less
@@ -64,13 +64,19 @@ class LayerSkip:
 
     def check(self, target: Source) -> list[str]:
         """Refuses layers that the target lacks, and a file of another target's."""
-        if isinstance(self.skip, str) and (digest := _read(self.skip)[0]) != target.digest:
+        found = _read(self.skip) if isinstance(self.skip, str) else None
+        if found is not None and found.target != target.digest:
             raise UserError(
-                f"drafting.skip={self.skip} was found for other weights ({digest[:12]}) than those of {target.label} "
-                f"({target.digest[:12]}): search again with decodelab layers"
+                f"drafting.skip={self.skip} was found for other weights ({found.target[:12]}) than those of "
+                f"{target.label} ({target.digest[:12]}): search again with decodelab layers"
             )
         self.layers(ModelConfig.from_hf(target.config).layout)
-        return []
+        if found is None or found.max_draft in (None, self.max_draft):
+            return []
+        return [
+            f"drafting.skip={self.skip} was found with drafts of {found.max_draft}, and these are of {self.max_draft}: "
+            f"drafting.max_draft={found.max_draft} does what was predicted"
+        ]
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
         """Those that draft, ascending."""
@@ -81,7 +87,7 @@ class LayerSkip:
                     f"drafting.exit must be 1 to {count - 1} of the target's {count} layers, got {self.exit}"
                 )
             return tuple(range(self.exit))
-        skipped = _read(self.skip)[1] if isinstance(self.skip, str) else self.skip
+        skipped = _read(self.skip).skip if isinstance(self.skip, str) else self.skip
         if not skipped:
             raise UserError(
                 "drafting=layer_skip leaves out no layer: give drafting.skip=[5,6,9] or drafting.exit=12, or let "
@@ -111,12 +117,20 @@ def kept(layout: Layout, skipped: Sequence[int]) -> tuple[int, ...]:
     return remain
 
 
-def _read(file: str) -> tuple[str, tuple[int, ...]]:
-    """(the digest of the target it is for, the layers left out), as `decodelab layers` wrote them."""
+class _Found(NamedTuple):
+    """What `decodelab layers` wrote: the digest of the target, the layers left out, the best length of a draft."""
+
+    target: str
+    skip: tuple[int, ...]
+    max_draft: int | None
+
+
+def _read(file: str) -> _Found:
     try:
         found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
         if found["kind"] == KIND:
-            return str(found["target"]), tuple(map(int, found["skip"]))
+            best = found.get("max_draft")
+            return _Found(str(found["target"]), tuple(map(int, found["skip"])), None if best is None else int(best))
     except OSError as error:
         raise UserError(f"drafting.skip={file} cannot be read ({error.strerror}): decodelab layers writes it") from None
     except (ValueError, LookupError, TypeError):

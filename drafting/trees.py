@@ -117,8 +117,8 @@ def file_of(wanted: Wanted | None) -> tuple[Path, ...]:
 
 def measured(steps: Sequence[Step], tree: TreeShape | None = None) -> list[list[float]]:
     """`accept[d][r]` as a run's steps have it: of those in which a path of d tokens was kept and a candidate of rank r
-    stood behind it, how many kept that one. It tells ranks by places among siblings: of dense trees alone. Steps without
-    a draft say nothing. With the `tree` that was to be filled, a candidate that it has and a draft had not is one that
+    stood behind it, how many kept that one; steps without a draft say nothing. It tells ranks by places among siblings:
+    of dense trees alone. With the `tree` that was to be filled, a candidate that it has and a draft had not is one that
     was not kept: so it is with a drafter that knows no follower of some tokens. The last step of a request is left out
     of that: it had less room.
 

@@ -35,6 +35,7 @@ from . import hardware
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .files import SCHEMA, write_atomic
+from .format import BUSY
 from .lab import Lab
 from .measure import request_of
 from .progress import Watch
@@ -260,6 +261,7 @@ def layers(config: RunConfig) -> int:
     dtype, _ = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
     longest, tries = config.layers.max_draft, config.layers.tries
+    busy = (hardware.load_average() or 0.0) > BUSY
     with hardware.torch_threads(config.threads), Watch() as watch:
         source = open_source(config.model, watch.step)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
@@ -279,6 +281,7 @@ def layers(config: RunConfig) -> int:
         order = sorted(range(len(influence)), key=influence.__getitem__)
         found = climb(lambda skip: answers.judged(skip, layout, costs), order, layout, tries, watch.step)
     best = max(found, key=lambda t: t.speedup)
+    doubt = costs.profile.doubt(busy)
     written = {
         "schema": SCHEMA,
         "kind": KIND,
@@ -296,6 +299,7 @@ def layers(config: RunConfig) -> int:
         "prompts": len(answers.requests),
         "tokens": sum(map(len, answers.tokens)),
         "tried": len(found),
+        "notes": [doubt] if doubt else [],
     }
     try:
         write_atomic(file, json.dumps(written, indent=1) + "\n")
@@ -303,11 +307,11 @@ def layers(config: RunConfig) -> int:
         left_out = ",".join(map(str, sorted(best.skip)))
         told = f"drafting.skip=[{left_out}] drafting.max_draft={best.max_draft}"
         raise UserError(f"output={config.output} cannot be written ({error.strerror}); found was {told}") from error
-    _show(found, len(layout.layers), answers, source.label, file)
+    _show(found, len(layout.layers), answers, source.label, file, doubt)
     return 0
 
 
-def _show(found: Sequence[Tried], count: int, answers: Answers, label: str, file: Path) -> None:
+def _show(found: Sequence[Tried], count: int, answers: Answers, label: str, file: Path, doubt: str | None) -> None:
     best = max(found, key=lambda t: t.speedup)
     exits = [t for t in found if t.skip == frozenset(range(count - len(t.skip), count))]
     console = Console(highlight=False, markup=False)
@@ -323,6 +327,9 @@ def _show(found: Sequence[Tried], count: int, answers: Answers, label: str, file
     console.print(table)
     console.print(f"left out: {', '.join(map(str, sorted(best.skip)))}", soft_wrap=True)
     if best.speedup <= 1:
-        console.print("none of them pays on this machine: drafting so would be slower than plain decoding")
+        now = " now" if doubt else ""
+        console.print(f"none of them pays on this machine{now}: drafting so would be slower than plain decoding")
+    if doubt:
+        console.print(f"note: {doubt}", style="yellow", soft_wrap=True)
     use = f"drafting=layer_skip drafting.skip={file} drafting.max_draft={best.max_draft}"
     console.print(f"written to {file}; {use}", soft_wrap=True)

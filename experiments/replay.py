@@ -2,14 +2,15 @@
 
 FILE is the folder of a run, or its samples.jsonl: its prompts are ids, and the answers are plain decoding's. Or it is a
 task's JSONL whose rows have an `answer` (for a row of several turns a list of them), which the tokenizer of `model`
-reads; each turn is a prompt.
+reads; each turn is a prompt. No other key is read as one: a `reference` or `solution` is seldom what a model would say.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from ..decoding.replay import replay
 from ..decoding.request import Request, request
 from ..drafting.suffix_array import BORDER
 from .files import read_result
+from .format import was_busy
 from .items import Row
 from .measure import Measurement, Sample, Timing
 from .tasks import Task, TaskSettings, encode, encode_documents, load_task, read_file, read_rows
@@ -31,6 +33,7 @@ from .tasks import Task, TaskSettings, encode, encode_documents, load_task, read
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 _ANSWERED = ("model", "acceptance", "task", "dtype", "seed", "quantization", "attention")  # how answers came to be
 _ANY_ID = BORDER  # no model says how many there are; drafters keep 32 bits of an id
+_SHORT = 8  # tokens of an answer, below which there is next to nothing to draft
 
 Progress = Callable[[str, int, int], None]
 
@@ -52,10 +55,19 @@ class Recording:
         keys = self.run.get("config", {}).get("model")
         return ModelSpec(**keys) if keys else None
 
+    @property
+    def profile(self) -> cost.Profile | None:
+        """T(k) of the recorded run."""
+        known = self.run.get("profile")
+        seconds = {int(k): float(s) for k, s in known["seconds"].items()} if known else {}
+        return cost.Profile(known["context"], seconds) if known else None
+
     def settled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration, with what the answers are from in place of what nobody asked for."""
         known = self.run.get("config", {})
         told = {key: known[key] for key in _ANSWERED if key in known}
+        if self.task is not None:
+            told["task"] = {**config["task"], "name": None, "dataset": None, "path": str(self.file)}
         return {**config, **told, "timing": "untimed", "batch": 1}
 
     def about(self, prompts: int) -> dict[str, Any]:
@@ -128,7 +140,9 @@ def _texts(task: Task, settings: TaskSettings, tokenizer: PreTrainedTokenizerBas
         answers = [known] if isinstance(known, str) else known
         turns = f"a text, or one for each of {item.turns} turns" if item.turns > 1 else "a text"
         if not isinstance(answers, list) or not 1 <= len(answers) <= item.turns:
-            raise UserError(f"{item.id}: replay needs the answer, {turns}, not {known!r:.60}")
+            others = ", ".join(key for key, value in item.gold.items() if key != "answer" and value)
+            instead = f"; rename one of its {others:.60}, if that is it" if known is None and others else ""
+            raise UserError(f"{item.id}: replay reads the key answer, {turns}, not {known!r:.60}{instead}")
         documents = encode_documents(item, tokenizer)
         for turn, text in enumerate(answers):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else []
@@ -191,10 +205,20 @@ def carry_out(
 
 def predicted(recording: Recording, measured: Measurement) -> dict[str, Any] | None:
     """What the steps would come to by T(k) of the recorded run, with drafting as fast as it was here."""
-    known = recording.run.get("profile")
+    known, profile = recording.run.get("profile"), recording.profile
     steps = [step for sample in measured.samples for step in sample.strategy.steps]
-    if not known or not steps:
+    if not known or profile is None or not steps:
         return None
-    profile = cost.Profile(known["context"], {int(k): float(seconds) for k, seconds in known["seconds"].items()})
     a_step, a_token = cost.fit_cost([s.drafted for s in steps], [s.draft_s for s in steps])
     return cost.account(profile, cost.DraftCost(a_step, a_token, known["draft"]["host_s"]), steps)
+
+
+def doubts(recording: Recording, settings: DrafterSettings, samples: Sequence[Sample]) -> Iterator[str]:
+    """Why what is found may say little, a line each."""
+    if settings.needs.documents and not any(s.request.documents for s in samples):
+        yield f"no prompt of {recording.label} has documents, from which this drafter copies"
+    if (half := median(len(s.plain) for s in samples)) < _SHORT:
+        yield f"half of the answers of {recording.label} have {half:g} tokens or fewer: too short to draft much of them"
+    noise = recording.profile.doubt(was_busy(recording.run)) if recording.profile else None
+    if noise is not None:
+        yield noise

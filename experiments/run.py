@@ -30,7 +30,7 @@ from .progress import Watch
 from .quality.answers import answers_key
 from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare
 from .quality.run_quality import RunQuality
-from .replay import carry_out, predicted, recorded, tokenizer_of
+from .replay import carry_out, doubts, predicted, recorded, tokenizer_of
 from .result import build_result, provenance, run_key, speedup, write_replay, write_run
 from .tracking import RunInfo, Running, Tracker
 
@@ -240,8 +240,7 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
                 with suppress(OSError):  # it is empty
                     folder.rmdir()
                 raise
-            if config.drafting.needs.documents and not any(s.request.documents for s in samples):
-                notes.append(f"no prompt of {recording.label} has documents, from which this drafter copies")
+            notes += doubts(recording, config.drafting, measured.samples)
             result = build_result(
                 what.resolved,
                 None,

@@ -29,9 +29,9 @@ Reads how often a candidate was kept at each depth by its rank, from the events 
 tree (medusa, token_recycling, eagle with a tree of its own), and writes the tree that keeps most of so many nodes:
 drafting.tree=FILE takes it. A run with a wide cartesian tree, drafting.tree=[8,4,4,2], knows most ranks.
 
-What is expected counts the steps that find nothing to draft, as many as the run had: they cost T(1) and emit one token.
-It takes a rank to be right as often behind every path of its depth. A tree is chosen by the steps that judge it, so that
-few of them flatter it: by some 4 % of τ for 60 steps, 1 % for 300. A run with it tells.
+What is expected counts the steps that find nothing to draft, as many as the run had: they cost T(1) and emit one
+token. A rank is taken to be right as often behind every path of its depth. A tree is chosen by the steps that judge it,
+so that few of them flatter it: by some 4 % of τ for 60 steps, 1 % for 300. A run with it tells.
 
   output=FILE   a JSON of paths, with what it was measured on
   nodes=N       how many nodes it may have; without it the size that is fastest by the run's T(k), which profile=true
@@ -177,14 +177,14 @@ def _which(folder: Path) -> str:
 
 
 def _notes(known: tuple[Profile, DraftCost] | None, run: Run, smaller: bool, learns: bool) -> Iterator[str]:
-    """What makes a prediction unsure. `smaller`: than the run's is the tree that is written; `learns`: the drafter does,
-    from the rows that are verified."""
+    """What makes a prediction unsure. `smaller`: than the run's is the tree that is written; `learns`: the drafter
+    does, from the rows that are verified."""
     if known is not None and (doubt := known[0].doubt(was_busy(run.result))) is not None:
         yield doubt
     if smaller and learns:
         yield (
-            "this drafter learns from the rows that are verified: a smaller tree teaches it less than the run's did, so τ "
-            "will be lower than expected; run with it, and make a tree of that run"
+            "this drafter learns from the rows that are verified: a smaller tree teaches it less than the run's did, "
+            "so τ will be lower than expected; run with it, and make a tree of that run"
         )
 
 

@@ -63,6 +63,16 @@ def test_more_rows_than_were_measured_never_cost_less_than_the_last():
     assert Profile(0, {1: 1.0}).at(8) == 1.0
 
 
+def test_times_that_fall_as_rows_are_added_are_doubted():
+    busy = "other programs used the cores while T(k) was measured"
+    noisy = ": what is predicted from T(k) is noisy; measure it again when quiet"
+    even, falling = Profile(0, {1: 1.0, 2: 0.96, 4: 1.3}), Profile(0, {1: 1.0, 4: 0.8, 2: 0.91})
+    assert even.doubt(False) is None
+    assert even.doubt(True) == busy + noisy
+    assert falling.doubt(False) == "T(2) is only 0.91 of T(1)" + noisy
+    assert falling.doubt(True) == f"{busy} and T(2) is only 0.91 of T(1)" + noisy
+
+
 def test_a_profile_needs_the_plain_step():
     with pytest.raises(ValueError, match=r"needs T\(1\).*\[2, 4\]"):
         Profile(0, {2: 1.0, 4: 1.0})

@@ -9,6 +9,7 @@ from decodelab.decoding.draft import EMPTY, Gives, Needs, Resources, chain
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Generation, Step
 from decodelab.decoding.replay import needs_model, replay
+from decodelab.drafting.jacobi import Jacobi
 from decodelab.drafting.merge import Merge, Merged
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.reference import Reference
@@ -67,6 +68,14 @@ def test_a_drafter_that_needs_a_model_is_refused():
     assert Merge((LOOK,), budget="auto").needs.costs
     assert Merge((Merge((LOOK,), budget="auto"), LOOK)).needs.costs
     assert needs_model(Merge((LOOK,)).needs, "merge") is None
+    auto = needs_model(Merge((LOOK,), budget="auto").needs, "merge")
+    assert auto is not None
+    assert auto.endswith(
+        "on which merge would measure what rows cost, as drafting.budget=auto does: give it a number "
+        "of rows, or leave replay out"
+    )
+    both = Merge((LOOK, Jacobi()), budget="auto")  # a number of rows would not do
+    assert "and merge needs one: choose a drafter" in (needs_model(both.needs, "merge") or "")
     with pytest.raises(UserError, match=r"replay has answers and no model, and this drafter is built beside one"):
         Merge((LOOK,), budget="auto").build(Resources(None, tiny_tokenizer, Greedy().law()))
     drafter = Rigged(lambda *_: chain([1]), needs=Needs(argmax=True), gives=Gives("chain", 1, 1))

@@ -192,6 +192,13 @@ def test_a_file_is_read_for_its_own_target(tmp_path: Path, four_layers: Source):
     assert settings.layers(tiny_decoder(num_hidden_layers=4).config.layout) == (0, 3)
     assert (settings.files, replace(settings, skip=(1,)).files) == ((file,), ())
     assert replace(settings, skip=None, exit=2).check(four_layers) == []
+    file.write_text(json.dumps(found | {"target": four_layers.digest, "max_draft": 2}))
+    assert replace(settings, max_draft=2).check(four_layers) == []
+    (told,) = settings.check(four_layers)
+    assert told == (
+        f"drafting.skip={file} was found with drafts of 2, and these are of 4: drafting.max_draft=2 does what was "
+        "predicted"
+    )
 
 
 @pytest.fixture

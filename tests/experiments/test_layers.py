@@ -118,6 +118,7 @@ def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, c
     file = private / "layers.json"
     words = [f"model.path={checkpoint}", f"task.path={task}", "task.max_new_tokens=12", "dtype=float32", "device=cpu"]
     words += ["threads=1", "layers.tries=3", "layers.max_draft=3"]
+    monkeypatch.setattr("decodelab.experiments.layers.hardware.load_average", lambda: 1.5)
     assert main(["layers", *words, f"output={file}"]) == 0
     told = capsys.readouterr().out
     found = json.loads(file.read_text())
@@ -125,12 +126,20 @@ def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, c
     assert found["skip"] in ([0], [1])
     assert len(found["acceptance"]) == found["max_draft"] <= 3
     assert f"written to {file}; drafting=layer_skip drafting.skip={file}" in told
+    (note,) = found["notes"]
+    assert note.startswith("other programs used the cores while T(k) was measured")
+    assert f"note: {note}" in told
+    assert ("none of them pays on this machine now: " in told) is (found["predicted_speedup"] <= 1)
+    monkeypatch.setattr("decodelab.experiments.layers.hardware.load_average", lambda: 0.0)
     use = ["drafting=layer_skip", f"drafting.skip={file}", f"drafting.max_draft={found['max_draft']}"]
     assert main(["run", *words, *use, f"output={private / 'run'}"]) == 0
     result = json.loads((private / "run" / "result.json").read_text())
     assert result["exactness"]["verdict"] == "exact"
     assert result["strategy"]["tokens_per_step"] == pytest.approx(found["tokens_per_step"])
-    capsys.readouterr()
+    assert result["warnings"] == []
+    assert main(["check", *words[:-2], *use[:2], "drafting.max_draft=5"]) == 0
+    best = found["max_draft"]
+    assert f"drafts of {best}, and these are of 5: drafting.max_draft={best} does what" in capsys.readouterr().out
     for wrong, text in (
         ([f"output={file}"], "is there already: name another file, or delete that one"),
         ([f"output={private / 'no' / 'file'}"], "is in a folder that is not there: make"),

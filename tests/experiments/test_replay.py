@@ -148,6 +148,13 @@ def test_a_speedup_is_predicted_from_the_recorded_costs(bench: Bench, monkeypatc
     assert found["predicted_speedup"] == found["profile"]["predicted_speedup"] > 0
     assert found["speedup"]["value"] is None
     assert "the speedup is predicted, not measured" in capsys.readouterr().out
+    real["profile"]["seconds"] = {"1": 1.0, "2": 0.9}
+    real["provenance"]["load_before"] = 1.2
+    (bench.folder / "result.json").write_text(json.dumps(real))
+    (noise,) = replayed(bench.folder, output="noisy")["warnings"]
+    busy = "other programs used the cores while T(k) was measured"
+    assert noise.startswith(f"{busy} and T(2) is only 0.90 of T(1): what is predicted")
+    assert noise in " ".join(capsys.readouterr().out.split())
 
 
 def test_texts_are_read_by_the_model_s_tokenizer(bench: Bench, private: Path, capsys: Any, monkeypatch: Any):
@@ -160,7 +167,9 @@ def test_texts_are_read_by_the_model_s_tokenizer(bench: Bench, private: Path, ca
     assert (found["prompts"], found["strategy"]["tokens"]) == (4, 40)
     assert list(found["by_category"]) == ["copy", "known"]
     assert found["replay"]["run"] is None
-    assert found["config"]["task"]["max_new_tokens"] == 10
+    task = {name: found["config"]["task"][name] for name in ("name", "path", "max_new_tokens")}
+    assert task == {"name": None, "path": str(file), "max_new_tokens": 10}  # whose prompts they are
+    assert found["warnings"] == []
     assert found["strategy"]["accepted_by_source"]["reference"] > 5  # of "it is a b c", once "i" is there
     assert {line[0] for line in steps(Path("replayed"))} == {"copy", "talk/turn1", "talk/turn2", "ask"}
     some = replayed(file, model, "task.chat=false", "task.limit=1", output="some")
@@ -190,6 +199,8 @@ def test_a_file_of_ids_needs_nothing_beside_it(bench: Bench, private: Path, no_m
     found = replayed(private / "ids.jsonl")
     assert (found["strategy"]["tokens"], found["strategy"]["steps"]) == (6, 2)  # one step keeps what is left
     assert (found["digests"]["weights"], found["replay"]["run"], found["provenance"]["dtype"]) == (None, None, None)
+    (short,) = found["warnings"]
+    assert short == f"half of the answers of {private.name} have 3 tokens or fewer: too short to draft much of them"
     assert main(["check", f"replay={private / 'ids.jsonl'}", "drafting=prompt_lookup"]) == 0
     assert "2 recorded answers of " in capsys.readouterr().out
 
@@ -284,8 +295,12 @@ def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private:
             [{"prompt_ids": [1], "max_new_tokens": 3, "baseline": {"tokens": [1]}}], ["task.limit=3"],
             "task.limit is of a task, and replay takes a recorded run whole: leave it out",
         ),
-        ([{"prompt": "a"}], [], "known/0: replay needs the answer, a text, not None"),
-        ([{"prompt": "a", "answer": ["b", "c"]}], [], "known/0: replay needs the answer, a text, not ['b', 'c']"),
+        ([{"prompt": "a"}], [], "known/0: replay reads the key answer, a text, not None"),
+        (
+            [{"prompt": "a", "after": "b", "solution": "c", "reference": []}], [],
+            "known/0: replay reads the key answer, a text, not None; rename one of its after, solution, if that is it",
+        ),
+        ([{"prompt": "a", "answer": ["b", "c"]}], [], "known/0: replay reads the key answer, a text, not ['b', 'c']"),
         ([{"prompt": "a", "answer": ""}], [], "known/0: the answer must be a text that is not empty, not ''"),
         (
             [{"turns": ["a", "b"], "answer": ["x", 3]}], ["task.chat=false"],
@@ -298,7 +313,7 @@ def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private:
         ),
         (
             [{"prompt": "a", "answer": "b"}], ["drafting=merge", "drafting.budget=auto"],
-            "refused, because replay has answers and no model, and merge needs one",
+            "refused, because replay has answers and no model, on which merge would measure what rows cost, as ",
         ),
         ([{"prompt": "a", "answer": "b"}], ["drafting=retrieval"], "refused, because drafting=retrieval has nothing"),
         ([{"prompt": "a", "answer": "b"}], ["compare_hf=true"], "compare_hf needs a model, and replay has answers and"),
