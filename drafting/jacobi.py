@@ -61,8 +61,8 @@ class Jacobi:
         for s, news in zip(states, seen, strict=True):
             new = news.tokens[len(s.tokens) - news.position :]
             if not news.prefill and s.drafted and news.choices is not None:
-                # what the target said behind guess i is the next guess at position i + 1
-                s.guess = [*news.choices[1 : 1 + s.drafted], *s.guess[s.drafted :]]
+                # what the target said behind guess i is the next guess at position i + 1, in place of what stood there
+                s.guess = [*news.choices[1 : 1 + s.drafted], *s.guess[s.drafted + 1 :]]
                 s.guess = s.guess[len(new) - 1 :]
             elif not news.prefill:
                 s.guess = s.guess[len(new) :]

@@ -53,6 +53,10 @@ class Merge:
             raise UserError(f"drafting.order must be together or first, got {self.order!r}")
         if isinstance(self.budget, str) and self.budget != "auto":
             raise UserError(f"drafting.budget must be a number of rows, auto or null, got {self.budget!r}")
+        if self.budget == "auto" and self.order == "first":
+            raise UserError(
+                "drafting.budget=auto shares a step among members, and order=first gives it to one: leave one out"
+            )
         if isinstance(self.budget, int) and self.budget < 1:
             raise UserError(f"drafting.budget must be at least 1 row, got {self.budget}; drafting=none drafts nothing")
 
@@ -136,7 +140,11 @@ class Merged:
             ]
             s.seconds = [0.0] * len(self.members)
         for m, member in enumerate(self.members):
-            asked = [i for i, share in enumerate(shares) if share[m].rows and not self._settled(states[i], m)]
+            if self.order == "first":  # rows that are no candidates settle nothing: a member has what they leave
+                for s, share, r in zip(states, shares, room, strict=True):
+                    left = 0 if self._settled(s, m) else r.rows - sum(map(len, s.drafts))
+                    share[m] = replace(share[m], rows=min(share[m].rows, left))
+            asked = [i for i, share in enumerate(shares) if share[m].rows]
             for i, s in enumerate(states):
                 if i not in asked:
                     s.allowed[m] = 0
@@ -158,7 +166,7 @@ class Merged:
 
     def _settled(self, s: State, m: int) -> bool:
         """Whether a member before has the step to itself."""
-        return self.order == "first" and any(s.drafts[:m])
+        return any(any(draft.judged) for draft in s.drafts[:m])
 
     def _shares(self, s: State, room: Room, batch: int) -> list[Room]:
         most = [min(m.gives.rows, room.rows) for m in self.members]

@@ -55,10 +55,11 @@ class Ensemble:
                 return None
             p = law.at(row)
             q = torch.zeros_like(p)
+            drawn = next((draft.q_row[c] for c in candidates if draft.q_row[c] >= 0), -1)
             for c in candidates:
-                if draft.q_row[c] >= 0:
+                if draft.q_row[c] >= 0:  # the first one's: a later one's may follow from what was drawn before it
                     assert draft.q is not None
-                    q += draft.q[draft.q_row[c]].to(p) / len(candidates)
+                    q += draft.q[drawn].to(p) / len(candidates)
                 else:
                     q[draft.tokens[c]] += 1 / len(candidates)
             q *= law.allowed(row)

@@ -53,13 +53,17 @@ class Sampling:
 def speculative(
     draft: Draft, law: Law, noise: Noise, instead: Callable[[int, list[int]], Float[Tensor, " V"] | None]
 ) -> Verdict:
-    """Judge so that what follows a row has its law: p, or what `instead(row, candidates)` gives in its place."""
+    """Judge so that what follows a row has its law: p, or what `instead(row, candidates)` gives in its place.
+
+    A law in p's place follows from what was drafted, which may have been chosen by the target's own noise; so its draws
+    are of a stream that no drafter sees.
+    """
 
     def decide(row: int, offset: int, candidates: list[int]) -> tuple[int | None, int]:
         drawn = [c for c in candidates if draft.q_row[c] >= 0]
-        p = instead(row, candidates)
-        if drawn or p is not None:
-            p = law.at(row) if p is None else p
+        other = instead(row, candidates)
+        if drawn or other is not None:
+            p, key = (law.at(row), noise.target(offset)) if other is None else (other, noise.rest(offset))
             for sibling, c in enumerate(drawn):
                 assert draft.q is not None
                 q, x = draft.q[draft.q_row[c]].to(p), draft.tokens[c]
@@ -67,7 +71,7 @@ def speculative(
                 if noise.accept(offset, sibling) * float(q[x]) < float(p[x]):
                     return c, x
                 p = residual(p, q)
-            token = int(perturbed(p.log(), noise.target(offset)).argmax())
+            token = int(perturbed(p.log(), key).argmax())
         else:
             token = law.choose(row, noise, offset)
         fixed = (c for c in candidates if draft.q_row[c] < 0 and draft.tokens[c] == token)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from decodelab.decoding.acceptance import Ensemble, Sampling, Typical, Verdict
-from decodelab.decoding.draft import EMPTY, Draft, chain, tree
+from decodelab.decoding.draft import EMPTY, Draft, Room, chain, tree
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import Law, Processors
-from decodelab.decoding.noise import Noise
+from decodelab.decoding.noise import Noise, gumbels
 from decodelab.tests.enumeration import outcomes
-from decodelab.tests.rigged import drawn
+from decodelab.tests.rigged import State, drawn
 from decodelab.tests.tables import EXACT, PROMPT, bias, one_hot, step, table
 
 
@@ -67,6 +67,28 @@ def test_an_ensemble_has_the_law_that_it_says(monkeypatch: pytest.MonkeyPatch, w
     fixed = one_hot(lambda t: [2, 0], depth=1)
     found = outcomes(monkeypatch, lambda: step(rule, fixed, p, PROMPT, 2)[0])
     want = weight * p(PROMPT) + (1 - weight) * torch.tensor([0.5, 0, 0.5, 0])
+    assert [found.get(t, 0.0) for t in range(4)] == pytest.approx(want.tolist(), abs=1e-6)
+
+
+def test_an_ensemble_has_its_law_whatever_noise_the_drafter_saw() -> None:
+    """A drafter that is coupled to the target chooses by the noise of the target's own draw."""
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+
+    def coupled(state: State, room: Room, noise: Noise) -> Draft:
+        return chain([int((q.log() + gumbels(noise.target(), torch.arange(2))).argmax())])
+
+    n = 4000
+    kept = sum(step(Ensemble(weight=0.5), coupled, lambda t: p, PROMPT, 2, seed)[0] == 0 for seed in range(n))
+    assert abs(kept / n - 0.7) < 0.03  # four standard deviations
+
+
+def test_of_siblings_drawn_without_replacement_an_ensemble_mixes_the_first_one_s_law(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p, q = table(1, 4), table(7, 4)
+    plan = drawn(q, (2,), replace=False)
+    found = outcomes(monkeypatch, lambda: step(Ensemble(weight=0.5), plan, p, PROMPT, 2)[0])
+    want = 0.5 * p(PROMPT) + 0.5 * q(PROMPT)
     assert [found.get(t, 0.0) for t in range(4)] == pytest.approx(want.tolist(), abs=1e-6)
 
 

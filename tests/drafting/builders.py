@@ -2,23 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from decodelab.decoding import reference
 from decodelab.decoding.acceptance import Greedy
-from decodelab.decoding.draft import Resources
+from decodelab.decoding.draft import Draft, Drafter, Gives, Resources, Room, chain
+from decodelab.decoding.noise import Noise
 from decodelab.drafting.draft_model import DraftModel, ModelDrafter
 from decodelab.drafting.layer_skip import LayerSkip
 from decodelab.drafting.medusa import MedusaDrafter, MedusaHeads
+from decodelab.drafting.merge import Merged
 from decodelab.drafting.retrieval import Retrieval, Retriever
 from decodelab.drafting.suffix_array import BORDER, SuffixArray, Texts
 from decodelab.drafting.trees import cartesian
 from decodelab.experiments.compose import described, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.tests.drafting.eagles import WithRandomEagle
-from decodelab.tests.rigged import ask
+from decodelab.tests.rigged import Rigged, State, ask
 from decodelab.tests.tiny import tiny_decoder
 
 OPTIONS = groups()["drafting"]
@@ -63,6 +66,15 @@ class WithWhatTheTargetSays:
         ]
         text = [token for tokens in texts for token in (*tokens, BORDER)]
         return Retriever(Retrieval(), Texts((SuffixArray.of(np.array(text, np.uint32)),)))
+
+
+def beside_a_wrong_one(drafter: Drafter[Any]) -> Merged:
+    """A merge whose first member drafts two tokens that seldom are right: the rows of `drafter` are others in it."""
+
+    def wrong(state: State, room: Room, noise: Noise) -> Draft:
+        return chain([0, 1][: room.chain])
+
+    return Merged((Rigged(wrong, gives=Gives("chain", 2, 2)), drafter))
 
 
 # Drafters that need more than their YAML says, by name: an object whose `build` makes the drafter.

@@ -16,6 +16,7 @@ from decodelab.decoding.noise import Noise
 from decodelab.decoding.request import Request, request
 from decodelab.drafting.draft_model import DraftModel, DraftSpec, ModelDrafter, same_tokens
 from decodelab.testing import tiny_decoder, tiny_tokenizer
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.tiny import clockwork
 
 PROMPTS = ([5, 9, 30], [7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 3, 22, 41, 9])
@@ -68,6 +69,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(rule, together):
         assert [g.tokens for g in got] == [g.tokens for g in reference.generate(target, group, rule.law(), seed=3)]
         kept, offered = accepted(got)
         assert kept == offered > 0
+        beside = loop.generate(target, group, beside_a_wrong_one(d), rule, seed=3)
+        assert [[s.accepted for s in g.steps] for g in beside] == [[s.accepted for s in g.steps] for g in got]
 
 
 def test_sampled_drafts_from_the_target_itself_are_all_kept():

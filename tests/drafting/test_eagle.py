@@ -24,10 +24,9 @@ from decodelab.decoding.noise import Noise
 from decodelab.decoding.replay import needs_model
 from decodelab.drafting.eagle import Eagle, EagleDrafter, State
 from decodelab.drafting.eagle_head import EagleHead, HeadConfig, dense, note, three_taps
-from decodelab.drafting.merge import Merged
-from decodelab.drafting.none import Nothing
 from decodelab.drafting.trees import cartesian, shape
 from decodelab.kernels.linear import Linear
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.drafting.eagles import WithRandomEagle, eagle
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
@@ -328,7 +327,7 @@ def test_all_is_kept_of_a_head_that_is_right(fused, tree):
     """Alone, in a merge, and three at once."""
     decoder, head = knowing(fused)
     drafter = EagleDrafter(Eagle(), head, tree)
-    for each in (drafter, Merged((Nothing(), drafter))):
+    for each in (drafter, beside_a_wrong_one(drafter)):
         requests = [ask([1, t], Greedy(), 13) for t in (2, 3, 4)]
         for group in (requests, requests[:1]):
             for got in loop.generate(decoder, group, each, Greedy()):

@@ -6,8 +6,7 @@ from decodelab.decoding.draft import Room, Seen
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.jacobi import Jacobi, State
-from decodelab.drafting.merge import Merged
-from decodelab.drafting.none import Nothing
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder
 
@@ -37,16 +36,16 @@ def test_a_shorter_room_and_a_step_without_a_draft_lose_no_guess():
     state.guess = [1, 2, 3, 4]
     assert drafts(drafter, state, depth=2) == [1, 2]
     drafter.observe([state], [Seen((9,), 2, choices=(9, 5, 6))])
-    assert state.guess == [5, 6, 3, 4]
+    assert state.guess == [5, 6, 4]  # 3 was guessed where the target says 6 now
     assert drafts(drafter, state, depth=0) == []
     drafter.observe([state], [Seen((5,), 3, choices=(5,))])
-    assert state.guess == [6, 3, 4]
+    assert state.guess == [6, 4]
 
 
 def test_all_is_kept_where_the_text_stands_still():
     """Alone, in a merge and three at once: each step keeps the whole window."""
     decoder, rule = clockwork(STILL), Greedy()
-    for drafter in (Jacobi(window=5), Merged((Nothing(), Jacobi(window=5)))):
+    for drafter in (Jacobi(window=5), beside_a_wrong_one(Jacobi(window=5))):
         requests = [ask([t, t, t, t, t], rule, 19) for t in (3, 4, 5)]
         for got in loop.generate(decoder, requests, drafter, rule):
             assert [s.accepted for s in got.steps] == [5, 5, 5]
@@ -54,15 +53,15 @@ def test_all_is_kept_where_the_text_stands_still():
 
 @pytest.mark.parametrize("rule", [Greedy(), Sampling(temperature=0.7), Greedy(repetition_penalty=1.3)], ids=str)
 def test_the_fixed_point_is_plain_decoding(rule):
-    """At most n iterations, at least one token each; under sampling each position keeps its noise."""
+    """In fewer iterations than tokens; under sampling each position keeps its noise."""
     decoder = tiny_decoder(scale=4.0)
     requests = [ask(p, rule, 24) for p in PROMPTS]
     got = loop.generate(decoder, requests, Jacobi(window=6), rule, seed=3)
     want = reference.generate(decoder, requests, rule.law(), seed=3)
     assert [g.tokens for g in got] == [w.tokens for w in want]
-    assert all(s.emitted >= 1 for g in got for s in g.steps)
     if not rule.law().sample:
         assert sum(s.accepted for g in got for s in g.steps) > 0
+        assert sum(len(g.steps) for g in got) < sum(len(g.tokens) - 1 for g in got)
 
 
 def test_sampled_iterations_converge_too():

@@ -7,8 +7,7 @@ from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings, Processors
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.lookahead import Lookahead, LookaheadDrafter, Pool
-from decodelab.drafting.merge import Merged
-from decodelab.drafting.none import Nothing
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
 
@@ -87,7 +86,7 @@ def test_the_first_step_has_candidates_from_the_prompt():
 def test_a_full_match_keeps_n_minus_1_guesses_and_one_more_token():
     """The reference loop stops one short. Alone, in a merge and three at once."""
     decoder, rule = clockwork(CYCLE), Greedy()
-    for drafter in (made(window=2, ngram=4, guesses=2), Merged((Nothing(), made(window=2, ngram=4, guesses=2)))):
+    for drafter in (made(window=2, ngram=4, guesses=2), beside_a_wrong_one(made(window=2, ngram=4, guesses=2))):
         requests = [ask([t, *CYCLE_FROM[t]], rule, 17) for t in (5, 6, 7)]
         for got in loop.generate(decoder, requests, drafter, rule):
             assert [s.accepted for s in got.steps] == [3] * 4

@@ -12,10 +12,9 @@ from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.medusa import Medusa, MedusaDrafter, MedusaHeads, State, note
-from decodelab.drafting.merge import Merged
-from decodelab.drafting.none import Nothing
 from decodelab.drafting.trees import cartesian, shape
 from decodelab.kernels.linear import Linear
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.drafting.heads import DIM, V, random_heads, saved
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
@@ -89,7 +88,7 @@ def test_all_is_kept_of_heads_that_are_right(tree):
     """Alone, in a merge and three at once."""
     decoder, heads = knowing()
     drafter = MedusaDrafter(heads, tree)
-    for each in (drafter, Merged((Nothing(), drafter))):
+    for each in (drafter, beside_a_wrong_one(drafter)):
         requests = [ask([1, t], Greedy(), 13) for t in (2, 3, 4)]
         for got in loop.generate(decoder, requests, each, Greedy()):
             assert [s.accepted for s in got.steps] == [3, 3, 3]

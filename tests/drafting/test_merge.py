@@ -14,7 +14,7 @@ from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.reference import Reference
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import PROMPTS, Rigged, ask
-from decodelab.tests.tiny import tiny_decoder, tiny_tokenizer
+from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
 
 
 def built(*members, **keys):
@@ -140,6 +140,23 @@ def test_in_order_the_first_that_drafts_has_the_step():
     assert got.tokens == reference.generate(decoder, [ask(PROMPTS[0], rule, 6)], rule.law())[0].tokens
 
 
+def test_a_draft_without_candidates_does_not_settle_a_step():
+    """A window's rows are judged by nobody: the next member has the step too."""
+    window = Draft((3,), (-1,), None, (-1,), (False,), (0,))
+    gives = Gives("chain", 1, 1)
+    asked = []
+
+    def second(state, room, noise):
+        asked.append(room.rows)
+        return chain([4])
+
+    two = Gives("chain", 2, 2)
+    drafter = built(Rigged(lambda s, r, n: window, gives=gives), Rigged(second, gives=two), order="first")
+    decoder, rule = tiny_decoder(), Greedy()
+    loop.generate(decoder, [ask(PROMPTS[0], rule, 6)], drafter, rule)
+    assert asked
+
+
 def test_a_budget_goes_to_the_members_in_their_order():
     rooms = []
 
@@ -214,6 +231,10 @@ def test_survival_is_the_product_of_conditional_acceptances():
         ({"members": ()}, "drafting.members is empty: name drafters"),
         ({"order": "random"}, "drafting.order must be together or first, got 'random'"),
         ({"budget": 0}, "drafting.budget must be at least 1 row, got 0"),
+        (
+            {"budget": "auto", "order": "first"},
+            "drafting.budget=auto shares a step among members, and order=first",
+        ),
         ({"budget": "some"}, "drafting.budget must be a number of rows, auto or null, got 'some'"),
     ],
 )
@@ -270,3 +291,20 @@ def test_members_are_finished_and_started_one_by_one():
     loop.generate(decoder, [ask(p, rule, 5) for p in PROMPTS], built(*members), rule)
     assert sum(entry[0] == "finish" for entry in log) == 6
     assert sum(entry[0] == "seen" for entry in log) > 6
+
+
+@pytest.mark.parametrize("window", [True, False], ids=["only a window", "wrong"])
+def test_a_member_that_brings_nothing_is_soon_not_asked(window):
+    asked = []
+
+    def plan(state, room, noise):
+        asked.append(state.step)
+        n = room.chain
+        return Draft((0,) * n, tuple(range(-1, n - 1)), None, (-1,) * n, (not window,) * n, (0,) * n)
+
+    rising = Profile(8, {1: 1.0, 2: 1.1, 32: 3.0})
+    drafter = built(Rigged(plan, gives=Gives("chain", 8, 8)), Nothing(), budget="auto", profile=rising)
+    decoder, rule = clockwork([1, 2, 3, 1, 4, 5, 6, 7]), Greedy()
+    loop.generate(decoder, [ask([1], rule, 61)], drafter, rule)
+    assert asked[0] == 0
+    assert len(asked) < 20  # of 60 steps: what is known fades, and it is tried again

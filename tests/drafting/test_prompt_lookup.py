@@ -12,6 +12,7 @@ from decodelab.decoding.noise import Noise
 from decodelab.decoding.request import request
 from decodelab.drafting.copying import NEAR
 from decodelab.drafting.prompt_lookup import PromptLookup
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.tiny import clockwork, tiny_decoder
 
 CYCLE = [*range(5), 6, 7, 5, *range(8, 16)]  # 5 6 7 5 6 7 …; every other token follows itself
@@ -151,6 +152,9 @@ def test_a_text_that_repeats_itself_is_accepted_whole(acceptance):
     assert [step.drafted for step in got.steps] == [4, 14, 15, 12]
     assert all(step.accepted == step.drafted for step in got.steps)
     assert {source for step in got.steps for source in step.sources} == {"prompt_lookup"}
+    three = [_request(target, prompt, 50, acceptance) for prompt in ([5, 6, 7, 5], [6, 7, 5, 6], [7, 5, 6, 7])]
+    for got in loop.generate(target, three, beside_a_wrong_one(PromptLookup()), acceptance):
+        assert [step.accepted for step in got.steps] == [4, 14, 15, 12]
 
 
 def test_an_eos_in_the_copied_span_ends_the_text():

@@ -10,6 +10,7 @@ from decodelab.decoding.law import LawSettings, Processors
 from decodelab.decoding.noise import Noise
 from decodelab.decoding.request import request
 from decodelab.drafting.reference import Reference
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.tiny import clockwork
 
 COUNTING = [*range(1, 40), 0]
@@ -85,12 +86,15 @@ def test_without_documents_nothing_is_drafted():
 def test_a_document_that_says_what_the_model_will_is_accepted_whole(acceptance):
     target = clockwork(COUNTING)
     documents = [[5, 4, 3], list(range(2, 40))]
-    req = request([2, 3], law=acceptance.law(), max_new_tokens=30, vocab=40, context=512, documents=documents)
-    (got,) = loop.generate(target, [req], Reference(), acceptance)
+    law = {"law": acceptance.law(), "max_new_tokens": 30, "vocab": 40, "context": 512}
+    (got,) = loop.generate(target, [request([2, 3], documents=documents, **law)], Reference(), acceptance)
     assert got.tokens == list(range(4, 34))
     assert [step.drafted for step in got.steps] == [6, 15, 5]
     assert all(step.accepted == step.drafted for step in got.steps)
     assert {source for step in got.steps for source in step.sources} == {"reference"}
+    three = [request([t, t + 1], documents=documents, **law) for t in (2, 3, 4)]
+    for got in loop.generate(target, three, beside_a_wrong_one(Reference()), acceptance):
+        assert [step.accepted for step in got.steps] == [6, 15, 5]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from decodelab.decoding.draft import EMPTY, Gives, Opened, Resources, Room, Seen
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
-from decodelab.drafting.merge import Merged
-from decodelab.drafting.none import Nothing
 from decodelab.drafting.token_recycling import Recycler, State, TokenRecycling
 from decodelab.drafting.trees import cartesian, shape, write_tree
+from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer
 
@@ -58,7 +57,7 @@ def test_all_is_kept_once_the_table_knows_the_way():
     """Alone, in a merge and three at once: the prompt says the whole circle."""
     decoder, rule = clockwork(NEXT), Greedy()
     chain = cartesian([1] * 4)
-    for drafter in (made(chain), Merged((Nothing(), made(chain)))):
+    for drafter in (made(chain), beside_a_wrong_one(made(chain))):
         requests = [ask([*range(t, 16), *range(t + 1)], rule, 16) for t in (1, 2, 3)]
         for got in loop.generate(decoder, requests, drafter, rule):
             assert [s.accepted for s in got.steps] == [4, 4, 4]
