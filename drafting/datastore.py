@@ -1,7 +1,8 @@
 """Texts of the user's that a drafter looks things up in: a corpus, and the datastore that is made of it.
 
-A corpus is a text file, or a .jsonl file whose lines are texts or objects with a `text`. A datastore is a safetensors
-file with its tokens and the order of its places, 32 bits each, read by memory map; it belongs to one vocabulary.
+A corpus is a text file, or a .jsonl file whose lines are texts or objects with a `text`, or with a `prompt` and a
+`response`. A datastore is a safetensors file with its tokens and the order of its places, 32 bits each, read by memory
+map; it belongs to one vocabulary.
 """
 
 import hashlib
@@ -135,9 +136,15 @@ def _text_of(line: str, where: str) -> str:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error})") from None
-    text = row.get("text") if isinstance(row, dict) else row
+    text = row
+    if isinstance(row, dict):
+        parts = [row.get("prompt"), row.get("response")]
+        text = row.get("text", "".join(parts) if all(isinstance(part, str) for part in parts) else None)
     if not isinstance(text, str):
-        raise UserError(f"{where}: a line of a corpus is a text in quotes, or an object with a `text`, not {line:.60}")
+        raise UserError(
+            f"{where}: a line of a corpus is a text in quotes, or an object with a `text` or with a `prompt` and a "
+            f"`response`, not {line:.60}"
+        )
     return text.encode("utf-8", "replace").decode()  # half a character, as "\ud800", has no bytes
 
 

@@ -170,7 +170,7 @@ def test_what_is_wrong_with_a_corpus_is_said(tmp_path):
         (
             "c.jsonl",
             b'{"prompt": "a"}',
-            r"c.jsonl:1: a line of a corpus is a text in quotes, or an object with a `text`",
+            r"c.jsonl:1: a line of a corpus is a text in quotes, or an object with a `text` or with a `prompt` and",
         ),
         ("d.jsonl", b"\nabc", "d.jsonl:2 is not JSON"),
         ("e.txt", b"\xff\xfe", "e.txt is not UTF-8"),
@@ -198,6 +198,12 @@ def test_what_is_wrong_with_a_datastore_is_said(tmp_path):
     _refused(Retrieval(datastore=str(file)), "mine.safetensors is no datastore")
     file.write_bytes(b"\x80\x04K\x01.")  # a pickle
     _refused(Retrieval(datastore=str(file)), "mine.safetensors cannot be read as a datastore")
+
+
+def test_a_prompt_and_its_response_are_one_text(tmp_path):
+    corpus = tmp_path / "mine.jsonl"
+    corpus.write_text('{"prompt": "abc", "response": "de"}\n', encoding="utf-8")
+    assert Datastore(str(corpus)).open(RESOURCES).text.tolist() == [*ids("abcde"), BORDER]
 
 
 def test_marks_before_a_text_and_halves_of_characters_are_read(tmp_path):
