@@ -130,8 +130,9 @@ def measured(steps: Sequence[Step], tree: TreeShape | None = None) -> list[list[
     kept, tried = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     below = None if tree is None else Counter(path[:-1] for path in tree.paths)
     for step, last in zip(steps, _last(steps), strict=True):
-        whole = below is None or last or not step.offered
-        row = step.offered if whole else [below[tuple(step.ranks[:d])] for d in range(step.emitted)]
+        row: Sequence[int] = step.offered
+        if below is not None and step.offered and not last:
+            row = [below[tuple(step.ranks[:d])] for d in range(step.emitted)]
         for d, offered in enumerate(row):
             tried.update((d, r) for r in range(offered))
         kept.update(enumerate(step.ranks))

@@ -26,7 +26,7 @@ from ..decoding.request import Request, request
 from ..drafting.suffix_array import BORDER
 from .files import read_result
 from .format import was_busy
-from .items import Row
+from .items import GOLD, Row
 from .measure import Measurement, Sample, Timing
 from .tasks import Task, TaskSettings, encode, encode_documents, load_task, read_file, read_rows
 
@@ -140,7 +140,7 @@ def _texts(task: Task, settings: TaskSettings, tokenizer: PreTrainedTokenizerBas
         answers = [known] if isinstance(known, str) else known
         turns = f"a text, or one for each of {item.turns} turns" if item.turns > 1 else "a text"
         if not isinstance(answers, list) or not 1 <= len(answers) <= item.turns:
-            others = ", ".join(key for key, value in item.gold.items() if key != "answer" and value)
+            others = ", ".join(key for key, value in item.gold.items() if key in GOLD and value)
             instead = f"; rename one of its {others:.60}, if that is it" if known is None and others else ""
             raise UserError(f"{item.id}: replay reads the key answer, {turns}, not {known!r:.60}{instead}")
         documents = encode_documents(item, tokenizer)

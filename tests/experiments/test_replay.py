@@ -297,7 +297,7 @@ def test_in_a_report_a_replayed_row_is_not_a_measured_one(bench: Bench, private:
         ),
         ([{"prompt": "a"}], [], "known/0: replay reads the key answer, a text, not None"),
         (
-            [{"prompt": "a", "after": "b", "solution": "c", "reference": []}], [],
+            [{"prompt": "a", "after": "b", "solution": "c", "tests": "d", "reference": []}], [],
             "known/0: replay reads the key answer, a text, not None; rename one of its after, solution, if that is it",
         ),
         ([{"prompt": "a", "answer": ["b", "c"]}], [], "known/0: replay reads the key answer, a text, not ['b', 'c']"),
