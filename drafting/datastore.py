@@ -138,8 +138,9 @@ def _text_of(line: str, where: str) -> str:
         raise UserError(f"{where} is not JSON ({error})") from None
     text = row
     if isinstance(row, dict):
-        parts = [row.get("prompt"), row.get("response")]
-        text = row.get("text", "".join(parts) if all(isinstance(part, str) for part in parts) else None)
+        text, prompt, response = row.get("text"), row.get("prompt"), row.get("response")
+        if text is None and isinstance(prompt, str) and isinstance(response, str):
+            text = prompt + response
     if not isinstance(text, str):
         raise UserError(
             f"{where}: a line of a corpus is a text in quotes, or an object with a `text` or with a `prompt` and a "
