@@ -32,7 +32,8 @@ class Step:
     propose and observe, `other_s` what belongs to no phase. Seconds are filled in when the request is over.
 
     `ranks[i]`: the place of accepted token i among its siblings. `offered[i]`: how many candidates there were for
-    emitted token i (0 for the target's own behind a leaf); both are empty where nothing was drafted.
+    emitted token i (0 for the target's own behind a leaf); both are empty where nothing was drafted. `drafted_by`: how
+    many candidates each of the drafter's sources offered, those that others offered too among them.
     """
 
     request: int
@@ -55,6 +56,7 @@ class Step:
     other_s: float = 0.0
     ranks: tuple[int, ...] = ()
     offered: tuple[int, ...] = ()
+    drafted_by: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:

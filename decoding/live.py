@@ -1,8 +1,9 @@
 """One sequence while it runs: what it may draft, what a verdict leaves of a draft, and what its drafter is told."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -113,7 +114,14 @@ class Live:
             kv_slots=cache.slots,
             ranks=tuple(siblings[draft.parents[row]].index(row) for row in kept.path),
             offered=offered if len(draft) else (),
+            drafted_by=_proposed(draft, sources),
         )
+
+
+def _proposed(draft: Draft, sources: Sequence[str]) -> dict[str, int]:
+    """How many candidates each source offered; 0 for those that did not."""
+    offered = Counter(chain(compress(draft.source, draft.judged), *compress(draft.also, draft.judged)))
+    return {name: offered[source] for source, name in enumerate(sources)}
 
 
 def _rivals(draft: Draft, kept: int, sources: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
 from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
-from .format import size
+from .format import counted, size
 from .hardware import describe_device
 from .quality.evaluate import check_quality
 from .replay import Recording, open_recording
@@ -112,7 +112,7 @@ def check_cells(cells: Sequence[Cell], configs: Sequence[RunConfig]) -> int:
         print(f"warning: {warning}")
     if absent:
         print(f"warning: to fetch: {'; '.join(absent)}; {_ABSENT}")
-    print(f"{len(cells)} cells, {refused} refused")
+    print(f"{counted(len(cells), 'cell')}, {refused} refused")
     return 2 if refused else 0
 
 
@@ -190,4 +190,4 @@ def _prompts(task: Task | None, settings: TaskSettings) -> str:
     if task is None:
         return f"{settings.dataset}: its prompts are counted once it is here"
     prompts = sum(item.turns for item in task.items)
-    return f"{task.label}: {prompts} prompts, at most {settings.max_new_tokens} new tokens each"
+    return f"{task.label}: {counted(prompts, 'prompt')}, at most {settings.max_new_tokens} new tokens each"

@@ -28,6 +28,11 @@ def busy_note(results: Sequence[Mapping[str, Any]], what: str) -> str | None:
     return f"{BUSY_MARK} {noisy} of {len(results)} {what} ran on a busy machine: their speeds are noisy"
 
 
+def counted(n: int, what: str) -> str:
+    """1 prompt, 2 prompts."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "–" if value is None else f"{value:.{digits}f}{unit}"
 
@@ -61,6 +66,23 @@ def positions(rates: Sequence[Mapping[str, Any]]) -> str | None:
     picked = dict([*told[::every][: _POSITIONS - 1], told[-1]])
     listed = ", ".join(f"{i}: {percent(rate)}" for i, rate in picked.items())
     return f"kept at position {listed} (of the steps that drafted)"
+
+
+def sources(found: Mapping[str, Mapping[str, Any]] | None, steps: int) -> str | None:
+    """What each source of drafts brought, by `metrics.by_source`; None for fewer than two. `steps`: of the run."""
+    if found is None or len(found) < 2:
+        return None
+    several = sum(row["accepted"] > 0 for row in found.values()) > 1
+    return f"kept by source, in {counted(steps, 'step')}: " + "; ".join(
+        _source(name, row, several) for name, row in found.items()
+    )
+
+
+def _source(name: str, row: Mapping[str, Any], several: bool) -> str:
+    if row["drafted"] == 0:
+        return f"{name} drafted nothing"
+    drafted = "" if row["drafted"] is None else f" of {row['drafted']} drafted in {row['steps']}"
+    return f"{name} {row['accepted']}{drafted}" + (f" ({row['alone']} it alone)" if several and row["alone"] else "")
 
 
 def interval(found: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,27 @@ def acceptance(steps: Sequence[Step]) -> dict[str, Any]:
         "steps": len(steps),
         "steps_without_draft": len(steps) - len(drafted),
         "accepted_by_source": dict(Counter(source for s in steps for source in s.sources)),
+        "by_source": by_source(steps),
+    }
+
+
+def by_source(steps: Sequence[Step]) -> dict[str, dict[str, int | None]]:
+    """What each of a drafter's sources brought, those that brought nothing among them.
+
+    `steps`: in which it drafted; `drafted`: candidates; `accepted`: of those, the tokens kept, whoever else offered
+    them; `alone`: of those, what no other source offered. None where the log does not tell, as of an earlier version.
+    """
+    offers = [{first, *others} for s in steps for first, others in zip(s.sources, s.also_proposed, strict=True)]
+    seen = dict.fromkeys([*chain(*(s.drafted_by for s in steps)), *sorted(set(chain(*offers)))])
+    known = any(s.drafted_by for s in steps) or not any(s.drafted for s in steps)
+    return {
+        name: {
+            "steps": sum(s.drafted_by.get(name, 0) > 0 for s in steps) if known else None,
+            "drafted": sum(s.drafted_by.get(name, 0) for s in steps) if known else None,
+            "accepted": sum(name in offered for offered in offers),
+            "alone": sum(offered == {name} for offered in offers),
+        }
+        for name in seen
     }
 
 

@@ -21,7 +21,7 @@ from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
 from .files import read_result, write_result
-from .format import BUSY, NOISY
+from .format import BUSY, NOISY, counted
 from .identity import Identity, drafter_name, identify
 from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
@@ -198,7 +198,7 @@ def _tell_unfinished(folder: Path, result: Mapping[str, Any]) -> None:
     quality = result["quality"] or {}
     told = [f"quality of {name} failed: {why}" for name, why in quality.get("failed", {}).items()]
     if result["status"] == "interrupted":
-        told.insert(0, f"interrupted after {result['prompts']} prompts; they are in {folder}")
+        told.insert(0, f"interrupted after {counted(result['prompts'], 'prompt')}; they are in {folder}")
     if quality:
         told.append(f"the same command with output={folder} asks for the answers that are missing")
     print("decodelab: " + "; ".join(told), file=sys.stderr)
@@ -260,7 +260,10 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
             tracker.done(result)
         _tell_late(folder, result, tracker)
     if measured.interrupted:
-        print(f"decodelab: interrupted after {result['prompts']} prompts; they are in {folder}", file=sys.stderr)
+        print(
+            f"decodelab: interrupted after {counted(result['prompts'], 'prompt')}; they are in {folder}",
+            file=sys.stderr,
+        )
     return Outcome(folder, result, 130 if measured.interrupted else 0)
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import metrics
-from .format import interval, number, percent, positions, seconds, size
+from .format import counted, interval, number, percent, positions, seconds, size, sources
 from .measure import Sample
 
 _MEANING = {
@@ -42,12 +42,14 @@ def _parts(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> Itera
 def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> Iterator[list[Any]]:
     p, strategy = r["provenance"], r["strategy"]
     timed = strategy is not None and strategy["ttft_s"] is not None
-    spoken = "" if strategy is None else f" · {r['prompts']} prompts{'' if timed else ' · untimed'}"
+    spoken = "" if strategy is None else f" · {counted(r['prompts'], 'prompt')}{'' if timed else ' · untimed'}"
     where = f"replayed from {r['replay']['source']}" if r["replay"] else f"{p['device']} · {p['dtype']}"
     yield [Text(title, style="bold"), Text(f"{where}{spoken}"), *_anchored(r["timing"])]
     if strategy is not None:
         yield [_comparison(r)]
-        yield [*_replayed(r)] if r["replay"] else [*_exactness(r["exactness"]), *_resources(r)]
+        brought = sources(strategy["by_source"], strategy["steps"])
+        members = [Text(brought)] if brought else []
+        yield [*_replayed(r), *members] if r["replay"] else [*_exactness(r), *members, *_resources(r)]
         yield [_categories(r["by_category"], timed)]
         yield [Text(line) for line in reasons(samples)]
     if r["quality"]:
@@ -161,10 +163,15 @@ def _replayed(r: Mapping[str, Any]) -> Iterator[Text]:
         yield Text("the speedup is predicted, not measured: from T(k) of the recorded run and what drafting took here")
 
 
-def _exactness(found: Mapping[str, Any]) -> Iterator[Text]:
+def _exactness(r: Mapping[str, Any]) -> Iterator[Text]:
+    found = r["exactness"]
     verdict = found["verdict"]
     line = Text("output: ").append(verdict, style=_STYLE[verdict])
-    yield line.append(f" – {_MEANING[verdict]} ({found['identical']} of {found['prompts']} prompts identical)")
+    yield line.append(
+        f" – {_MEANING[verdict]} ({found['identical']} of {counted(found['prompts'], 'prompt')} identical)"
+    )
+    if verdict == "same law" or (verdict == "lossy" and "temperature" in (r["config"].get("acceptance") or ())):
+        return  # drawn anew, so other tokens than plain sampling's are nothing to look into
     for d in found["divergences"][:_DIVERGENCES]:
         gap = "" if d["gap"] is None else f", {d['gap']:.3g} below plain decoding's choice"
         yield Text(f"  {d['id']}: token {d['position']} is {_id(d['got'])}, not {_id(d['expected'])}{gap}")

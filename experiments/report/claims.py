@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any, Literal
 
 from ...decoding import cost
-from ..format import BUSY, percent
+from ..format import BUSY, counted, percent
 from .load import Run
 from .log import Log, seconds_of
 from .rows import drafter, model, task
@@ -237,7 +237,7 @@ def _most(runs: Iterable[Run]) -> Run | None:
 
 def _where(run: Run) -> str:
     busy = ", while busy" if (run.number("provenance.load_before") or 0.0) > BUSY else ""
-    return f"{task(run)} ({run.at('prompts')} prompts, {run.at('provenance.device')}{busy})"
+    return f"{task(run)} ({counted(run.at('prompts') or 0, 'prompt')}, {run.at('provenance.device')}{busy})"
 
 
 # --- as text

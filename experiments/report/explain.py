@@ -3,7 +3,7 @@
 speedup = tokens a step × seconds of a plain step ÷ seconds of a step; both steps are those of the target's forwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,12 +12,19 @@ from ...decoding import cost
 from ...decoding.errors import UserError
 from ...decoding.events import Step
 from ..files import read_lines, read_result
-from ..format import BUSY, percent, positions, seconds
+from ..format import BUSY, counted, percent, positions, seconds, sources
+from ..metrics import by_source
 from .load import Run, number_at
 from .log import FEW, Log
+from .rows import drafter
 
 _WORTH = 0.03  # of the speedup: less is not told
 _LENGTHS = ("max_draft", "copy")  # what the drafters call the length of a draft
+_SIZES = ("nodes", "guesses")  # and the size of a tree
+_DEAR = 1.5  # plain steps: verifying a tree that costs less is no reason for a smaller one
+_COPIES = ("prompt_lookup", "reference", "suffix")
+_LEARNS = ("token_recycling", "lookahead", "jacobi")  # from the target's own rows
+_IDLE = 0.25  # of the steps without a draft: enough for another drafter to fill
 
 
 def explain(folder: Path) -> list[str]:
@@ -52,7 +59,7 @@ def _outcome(log: Log) -> Iterator[str]:
     if run.at("exactness.verdict") == "broken":
         yield "the output is broken, so its speed means nothing: see the divergences in result.json"
     if status == "interrupted":
-        yield f"it was interrupted after {run.at('prompts')} prompts"
+        yield f"it was interrupted after {counted(run.at('prompts'), 'prompt')}"
     if not log.timed:
         if run.at("replay") is not None:
             yield f"replayed from {run.at('replay.source')}: no model ran, so nothing was timed"
@@ -70,7 +77,8 @@ def _outcome(log: Log) -> Iterator[str]:
         return
     found, plain, ours = run.at("speedup"), log.plain, log.ours
     value, over = found["value"], "on one prompt" if found["n"] == 1 else f"over {found['n']} prompts"
-    faster = f"{value:.2f}× as fast as the {run.at('baseline.kind')}"
+    kind = run.at("baseline.kind")
+    faster = f"{value:.2f}× as fast as {kind if '=' in str(kind) else f'the {kind}'}"
     if found["low"] is None or found["high"] is None:
         yield f"{faster} {over}, too few for an interval"
     else:
@@ -103,6 +111,8 @@ def _drafts(log: Log) -> Iterator[str]:
     yield f"a draft offers {offered:.1f} tokens, of which {kept:.1f} are kept ({percent(kept / offered)})"
     if (told := positions(run.at("strategy.acceptance_by_position") or [])) is not None:
         yield told
+    if (brought := sources(by_source(steps), len(steps))) is not None:
+        yield brought
 
 
 # --- what it cost
@@ -124,7 +134,7 @@ def _costs(log: Log) -> Iterator[str]:
     told = [(what, other) for what, other in losses.items() if other > value * (1 + _WORTH)]
     told.sort(key=lambda loss: -loss[1])
     if told:
-        yield "what costs most: " + "; ".join(f"{what}, {other:.2f}×" for what, other in told)
+        yield "it would be " + ", ".join(f"{other:.2f}× if {what}" for what, other in told)
     if (predicted := run.number("predicted_speedup")) is not None:
         rest = 100 * (value / predicted - 1)
         yield f"T(k) and the drafts' cost, measured apart, predict {predicted:.2f}×: {rest:+.0f} % unexplained"
@@ -136,20 +146,20 @@ def _losses(log: Log) -> Iterator[tuple[str, float]]:
     """What the speedup would be without each loss, all else equal."""
     value, step = log.run.result["speedup"]["value"], log.ours.step
     if (free := step - log.phase("draft")) > 0:
-        yield "with drafts for nothing", value * step / free
+        yield "drafting took no time", value * step / free
     if (unaided := step - log.phase("accept", "commit", "other")) > 0:
-        yield "with a loop that takes no time", value * step / unaided
+        yield "the loop took no time", value * step / unaided
     if log.one_row is not None and all(s.batch == 1 for s in log.steps):
         rows = step - max(0.0, log.phase("verify") - log.one_row)
-        yield "with verifying at the price of one row", value * step / rows
+        yield "verifying cost no more than one row", value * step / rows
     drafting, emitted = log.drafting, fmean(s.emitted for s in log.steps)
     if drafting:
         kept = fmean((s.depth + 1 if s.accepted < min(s.depth, s.emitted) else s.emitted) for s in log.steps)
-        yield "with every draft kept", value * kept / emitted
+        yield "every draft were kept whole", value * kept / emitted
     if len(drafting) >= FEW and len(drafting) < len(log.steps) and all(s.batch == 1 for s in log.steps):
         pace = fmean(s.emitted for s in drafting) / fmean(s.total_s for s in drafting)
         yield (
-            "with every step like those that had a draft",
+            "every step were like those that had a draft",
             value * pace * fmean(s.total_s for s in log.steps) / emitted,
         )
 
@@ -246,8 +256,10 @@ def _advice(log: Log) -> Iterator[str]:
         yield from _draft_model(log)
         if log.model is None and log.run.at("config.batch") == 1:
             yield "try profile=true: the log does not tell what a forward of one row costs, so no length is computed"
+    if not log.timed:
+        yield from _coverage(log)
     if not log.timed and log.run.at("timing.mode") == "untimed":
-        yield "try timing=paired"
+        yield "try timing=paired for a speed: tokens a step are not yet a speedup"
 
 
 def _length(log: Log) -> Iterator[str]:
@@ -255,8 +267,9 @@ def _length(log: Log) -> Iterator[str]:
     value = log.run.result["speedup"]["value"]
     key = next((key for key in _LENGTHS if log.run.at(f"config.drafting.{key}") is not None), None)
     if log.model is None or any(s.drafted != s.depth for s in log.steps):  # trees
+        yield from _smaller(log)
         if value < 1:
-            yield "try drafting=none: it was slower than plain decoding"
+            yield "try drafting=none: plain decoding was faster than this run"
         return
     longest = max(s.depth for s in log.steps)
     speeds = {m: found for m in range(1, longest) if (found := log.expected(list(replayed(log.steps, m)))) is not None}
@@ -274,6 +287,51 @@ def _length(log: Log) -> Iterator[str]:
             yield f"no draft shorter than {longest} would have been faster"
     if top < 1:
         yield "try drafting=none: no length of these drafts pays here"
+
+
+def _smaller(log: Log) -> Iterator[str]:
+    """What makes a tree that is dear to verify smaller."""
+    cost, drafting, settings = log.phase("verify") / log.plain.step, log.drafting, log.run.at("config.drafting")
+    if cost < _DEAR or not isinstance(settings, Mapping) or not any(s.drafted > s.depth for s in drafting):
+        return
+    nodes, tree = round(fmean(s.drafted for s in drafting)), settings.get("tree", False)
+    dear = f"drafts of {nodes} tokens on average make verifying cost {cost:.1f} plain steps"
+    if "members" in settings:
+        yield f"try drafting.budget=auto, or a number below {nodes}: {dear}"
+    elif not isinstance(tree, bool) and (tree is not None or drafter(log.run) != "eagle"):  # eagle's own is dynamic
+        size = "" if log.run.at("profile") else " nodes=16"
+        yield (
+            f"try a smaller tree, which `decodelab tree {log.run.folder} output=tree.json{size}` makes of what was "
+            f"kept here and drafting.tree=tree.json reads: {dear}"
+        )
+    elif (key := next((k for k in _SIZES if settings.get(k) is not None), None)) is not None:
+        yield f"try drafting.{key} below {settings[key]}: {dear}"
+
+
+def _coverage(log: Log) -> Iterator[str]:
+    """What tokens a step alone can tell."""
+    steps, drafting = log.steps, log.drafting
+    if not drafting:
+        return
+    tau, drafted = fmean(s.emitted for s in steps), fmean(s.emitted for s in drafting)
+    if drafted > tau * (1 + _WORTH):
+        yield f"tokens a step would be {drafted:.2f} if every step were like those that had a draft"
+        if (len(steps) - len(drafting)) / len(steps) >= _IDLE and (pair := _pair(log.run)) is not None:
+            yield f"try drafting=merge 'drafting.members=[{pair}]': the other one may fill steps without a draft"
+    longest = max(s.depth for s in drafting)
+    whole = [s for s in drafting if s.depth == longest and s.accepted == longest]
+    key = next((key for key in _LENGTHS if log.run.at(f"config.drafting.{key}") == longest), None)
+    if key is not None and 2 * len(whole) >= len(drafting):
+        full = f"{len(whole)} of {len(drafting)} drafts were as long as may be and kept whole"
+        yield f"try drafting.{key}={2 * longest}: {full}"
+
+
+def _pair(run: Run) -> str | None:
+    """A run's drafter beside one of another kind, both by bare name; a replay has no model to learn from."""
+    name = drafter(run)
+    if name in _COPIES:
+        return f"{name}, token_recycling" if run.at("replay") is None else None
+    return f"{name}, suffix" if name in _LEARNS else None
 
 
 def replayed(steps: Sequence[Step], most: int) -> Iterator[Replayed]:

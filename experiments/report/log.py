@@ -26,7 +26,7 @@ _PHASES = ("draft_s", "verify_s", "accept_s", "commit_s", "other_s")
 _STEP = {
     "id": str, **dict.fromkeys(("batch", "drafted", "verified", "depth", "accepted", "emitted"), int),
     **dict.fromkeys((f"{name}?" for name in _PHASES), float),
-    "ranks?": [int], "offered?": [int],
+    "ranks?": [int], "offered?": [int], "sources?": [str], "also_proposed?": [[str]], "drafted_by?": {"*": int},
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ ADDED: dict[str, set[str]] = {
     "digests": {"quality", "replay"},
     "provenance": {"dtype_reason", "clock_mhz", "omp_wait_policy"},
     "baseline": {"burst"},
-    "strategy": {"burst", "steps", "steps_without_draft"},
+    "strategy": {"burst", "steps", "steps_without_draft", "by_source"},
     "memory": {"kv_bytes_per_token"},
     "decode": {"mbu_baseline", "peak"},
 }

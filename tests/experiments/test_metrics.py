@@ -5,7 +5,16 @@ import pytest
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.events import Generation, Step
-from decodelab.experiments.metrics import acceptance, decode_flops_per_token, mean, ratio, time_share, timing, tpot
+from decodelab.experiments.metrics import (
+    acceptance,
+    by_source,
+    decode_flops_per_token,
+    mean,
+    ratio,
+    time_share,
+    timing,
+    tpot,
+)
 from decodelab.tests.rigged import PROMPTS, Rigged, ask, oracle
 from decodelab.tests.tiny import tiny_decoder
 
@@ -22,7 +31,8 @@ def step(
 ) -> Step:
     """A chain of `depth` of which `accepted` were kept; `seconds`: draft, verify, accept, commit, other."""
     drafted = depth if drafted is None else drafted
-    made = Step(0, 0, batch, drafted, 1 + drafted, depth, accepted, 0, sources, (), 0, 0, 0.0, *seconds)
+    nobody = ((),) * len(sources)
+    made = Step(0, 0, batch, drafted, 1 + drafted, depth, accepted, 0, sources, nobody, 0, 0, 0.0, *seconds)
     made.emitted = accepted + 1 if emitted is None else emitted
     return made
 
@@ -95,6 +105,22 @@ def test_a_tree_is_measured_by_its_longest_path():
 def test_accepted_tokens_by_their_source():
     found = acceptance([step(3, 2, sources=("ngram", "model")), step(2, 1, sources=("ngram",)), step(2, 0)])
     assert found["accepted_by_source"] == {"ngram": 2, "model": 1}
+
+
+def test_every_source_is_told_what_it_brought():
+    """Of two that offer the same token both are credited; of an earlier version's log, who drafted is not known."""
+    both, none = step(3, 2, sources=("ngram", "model")), step(2, 0)
+    both.also_proposed = (("model",), ())
+    known = {"accepted": 1, "alone": 0}, {"accepted": 2, "alone": 1}
+    unknown = {"steps": None, "drafted": None}
+    assert by_source([both, none]) == {"model": known[1] | unknown, "ngram": known[0] | unknown}
+    both.drafted_by, none.drafted_by = {"ngram": 1, "model": 3, "idle": 0}, {"ngram": 2, "model": 0, "idle": 0}
+    assert by_source([both, none]) == {
+        "ngram": known[0] | {"steps": 2, "drafted": 3},
+        "model": known[1] | {"steps": 1, "drafted": 3},
+        "idle": {"steps": 0, "drafted": 0, "accepted": 0, "alone": 0},
+    }
+    assert by_source([]) == {}
 
 
 def test_nothing_is_unknown_not_zero():

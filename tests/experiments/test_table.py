@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -50,10 +51,11 @@ def paced(*speedups: float, drafted: bool = True) -> tuple[Lab, Measurement]:
 
 def told(lab: Any, measured: Measurement, width: int = 80, **more: Any) -> list[str]:
     """The lines as they stand on a terminal of this width."""
+    changed = more.pop("changed", {})
     result = build_result(
         {}, lab, measured, digests={}, provenance={"device": DEVICE, "dtype": "float32"}, peaks=Peaks(1e4, 1e6),
         peak_bytes=3 * 2**30, warnings=more.pop("warnings", []), **more,
-    )  # fmt: skip
+    ) | changed  # fmt: skip
     console = Console(width=width, record=True, file=StringIO())
     show(result, measured.samples, "tiny: prompt_lookup, greedy, texts", console)
     lines = console.export_text().splitlines()
@@ -219,6 +221,37 @@ def test_broken_output_is_shown():
     assert output[1] == "  p0: token 3 is id 8, not id 7, 0.5 below plain decoding's choice"
     assert output[2] == "  p1: token 3 is the end, not id 7"
     assert output[6] == "  and 1 more in result.json"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rule", "listed"),
+    [("same law", {}, False), ("lossy", {"temperature": 0.7}, False), ("lossy", {"epsilon": 0.1}, True)],
+)
+def test_tokens_that_were_drawn_anew_are_no_divergences(verdict: str, rule: dict[str, Any], listed: bool):
+    """Of a lossy rule that does not sample they say where it departs."""
+    lab, measured = paced(1.0, 1.0)
+    found = {"verdict": verdict, "identical": 1, "prompts": 2, "divergences": [asdict(Divergence("p0", 3, 7, 8, 3.46))]}
+    output = sections(told(lab, measured, 200, changed={"exactness": found, "config": {"acceptance": rule}}))[2]
+    assert output[0].startswith(f"output: {verdict} – ")
+    assert ("  p0: token 3 is id 8, not id 7, 3.46 below plain decoding's choice" in output) is listed
+
+
+def test_several_sources_are_told_apart():
+    lab, measured = paced(2.0, 1.0)
+    for sample in measured.samples:
+        for step in sample.strategy.steps:
+            step.drafted_by = {"suffix": 2, "idle": 0}
+            step.sources, step.also_proposed = ("suffix",), ((),)
+    steps = sum(len(s.strategy.steps) for s in measured.samples)
+    each = f"suffix {steps} of {2 * steps} drafted in {steps}; idle drafted nothing"
+    assert f"kept by source, in {steps} steps: {each}" in told(lab, measured, 200)
+    assert not any(line.startswith("kept by") for line in told(*paced(2.0, 1.0)))
+
+
+def test_one_prompt_is_one_prompt():
+    lines = " ".join(told(*paced(2.0)))
+    assert "· 1 prompt " in lines
+    assert "(1 of 1 prompt identical)" in lines
 
 
 def test_numbers():

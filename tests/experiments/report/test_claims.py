@@ -78,7 +78,7 @@ def test_a_pair_of_models_is_predicted_from_bytes(runs: Callable[..., list[Claim
         f"{100 * (1 - 1 / speedup):.0f} % less ({speedup:.2f}×) at α = {alpha:.2f}; halved from 0.64 on"
     )
     assert found.how.endswith(
-        "α is that of small for tiny on demo (1 prompts, made up), assumed to hold for the large pair"
+        "α is that of small for tiny on demo (1 prompt, made up), assumed to hold for the large pair"
     )
 
 
@@ -96,7 +96,7 @@ def test_copies_by_kind_of_prompt(runs: Callable[..., list[Claim]]):
     )
     both = about(runs(samples[0], name="reference"), "copying")
     assert both.here.startswith("retrieval 2.00× (reference, n=1); retrieval 2.00× (prompt_lookup, n=1); ")
-    where = "tiny, demo (1 prompts, made up); tiny, demo (4 prompts, made up)"
+    where = "tiny, demo (1 prompt, made up); tiny, demo (4 prompts, made up)"
     assert both.how == f"decode seconds per token, baseline ÷ strategy: {where}"
 
 
