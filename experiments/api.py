@@ -366,7 +366,7 @@ def load_runs(*folders: str | Path | Sequence[str | Path]) -> "pd.DataFrame":
     import pandas as pd
 
     from .report.load import Run
-    from .report.rows import grouped
+    from .report.rows import labelled
 
     named = [one for some in folders for one in ([some] if isinstance(some, str | Path) else some)]
     runs = []
@@ -375,7 +375,7 @@ def load_runs(*folders: str | Path | Sequence[str | Path]) -> "pd.DataFrame":
         if not root.exists():
             raise UserError(f"there is no folder {folder}; a run writes to outputs/ unless output=DIR says otherwise")
         runs += [Run(file.parent, read_result(file)) for file in result_files(root)]
-    labels = {row.run.folder: row.label for group in grouped(runs) for row in group.rows}
+    labels = labelled(runs)
     frame = pd.json_normalize([{**run.result, "folder": str(run.folder)} for run in runs])
     frame = frame.drop(columns="strategy", errors="ignore")  # where a run of quality alone has none
     frame.insert(0, "strategy", [labels[run.folder] for run in runs])

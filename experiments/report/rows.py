@@ -58,8 +58,8 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`speed`: what the group is ranked by. `dominated`: the label of a row that is at least as fast and at least as
-    good, and better in one of the two."""
+    """`speed`: what the group is ranked by, None where it was not timed. `dominated`: the label of a row that is at
+    least as fast and at least as good, and better in one of the two."""
 
     run: Run
     label: str
@@ -134,12 +134,13 @@ def _group(runs: Sequence[Run]) -> Group:
     rows = [
         Row(run, label, drafter(run), _scores(run), run.number(path)) for run, label in zip(runs, labels, strict=True)
     ]
-    rows.sort(key=lambda row: (row.verdict == "broken", row.speed is None, -(row.speed or 0.0), row.label))
+    rows.sort(key=lambda row: (row.verdict == "broken", row.speed is None, *_place(row), row.label))
     first = runs[0]
     timed = first.at("digests.task") is not None
     title = [model(first), _text(first.at("provenance.dtype")), task(first) if timed else "quality alone"]
+    many = first.at("prompts")
     said = {
-        "prompts": first.at("prompts") if timed else None,
+        "prompt" if many == 1 else "prompts": many if timed else None,
         "tokens at most": first.at("config.task.max_new_tokens") if timed else None,
         "at once": batch if timed and isinstance(batch := first.at("config.batch"), int) and batch > 1 else None,
     }
@@ -157,6 +158,28 @@ def _group(runs: Sequence[Run]) -> Group:
         tuple(_marked(rows)),
         tuple(dict.fromkeys(measure for row in rows for measure in row.scores)),
     )
+
+
+def _place(row: Row) -> tuple[float, float]:
+    """By speed, and where that is not known by tokens a step; the first is the best."""
+    return -(row.speed or 0.0), -(row.run.number("strategy.tokens_per_step") or 0.0)
+
+
+def labelled(runs: Sequence[Run]) -> dict[Path, str]:
+    """By folder, the names of runs that need not be comparable: where two groups have one in common, what else differs
+    between those is added."""
+    groups = grouped(runs)
+    out = {}
+    for group in groups:
+        for row in group.rows:
+            alike = [g for g in groups if g is not group and any(r.label == row.label for r in g.rows)]
+            words = [row.label]
+            for about in ("title", "machine", "shared"):
+                mine, theirs = getattr(group, about), [getattr(other, about) for other in alike]
+                words += [part for part in mine.split(" · ") if any(part not in told.split(" · ") for told in theirs)]
+                alike = [other for other, told in zip(alike, theirs, strict=True) if told == mine]
+            out[row.run.folder] = " · ".join(words)
+    return out
 
 
 def model(run: Run) -> str:
@@ -218,10 +241,11 @@ def _labels(runs: Sequence[Run]) -> list[str]:
                 for j, other in enumerate(known)
                 if group not in parts or parts[group][j] == parts[group][i]
             ]
-            if any(other != value for other in same):
+            if any(other != value for other in same) or key == "drafting.members":
                 words.append(f"{leaf if group in parts else key}={_shown(value)}")
         if runs[i].at("replay"):
-            words.append("(replayed)")
+            sources = [_replayed(run) for run in runs if run.at("replay")]
+            words.append("(replayed)" if len(set(sources)) == 1 else f"(replayed from {_replayed(runs[i])})")
         labels.append(" ".join(words))
     return _numbered(labels, runs)
 
@@ -253,6 +277,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]}…{text[-_LONGEST // 2 :]}"
 
 
+def _replayed(run: Run) -> str:
+    """The run, or the file, whose answers were replayed."""
+    *_, folder, file = ("", *str(run.at("replay.source")).split("/"))
+    return folder if file == "samples.jsonl" and folder else file.removesuffix(".jsonl")
+
+
 def _numbered(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     """Runs of one configuration are #1, #2, … in the order of time, each with its folder."""
     order = sorted(range(len(runs)), key=lambda i: (str(runs[i].at("provenance.started_at")), str(runs[i].folder)))
@@ -266,8 +296,8 @@ def _numbered(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def _apart(folder: Path, among: Sequence[Path]) -> str:
-    """As much of the end of its path as no other has."""
-    for depth in range(1, len(folder.parts)):
+    """As much of the end of its path as no other has, the folder that it lies in at least."""
+    for depth in range(2, len(folder.parts)):
         end = folder.parts[-depth:]
         if sum(other.parts[-depth:] == end for other in among) == 1:
             return "/".join(end)

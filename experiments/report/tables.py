@@ -14,7 +14,10 @@ from .load import Found, at, number_at
 from .rows import Group, Measure, Row, Value
 
 RANKED = "ranked by {speed}, broken rows last"
-REPLAYED = "replayed: the drafter on recorded answers; no model ran, so nothing was timed, and a speedup is predicted"
+UNTIMED = "nothing was timed: ranked by tokens per step (τ), broken rows last, which is not yet how fast they are"
+UNRANKED = "not ranked: no speed was measured"
+REPLAYED = "replayed: the drafter on recorded answers; no model ran, so nothing was timed"
+PREDICTED = "; predicted is by T(k) of the recorded run and what drafting took in the replay"
 DOMINATED = (
     "dominated: another row of the table is at least as fast and at least as good, and better in one of the two; rows "
     "whose output is the target's own (exact, near-tie, same law) are equally good under one law, else scores decide; "
@@ -97,13 +100,14 @@ def mark(row: Row) -> str:
 
 def notes(group: Group) -> list[str]:
     """What the tables do not say of themselves."""
-    said = [RANKED.format(speed=group.speed)]
+    said = [_order(group)]
     if any(row.dominated for row in group.rows):
         said.append(f"† {DOMINATED}")
     if (busy := busy_note([row.run.result for row in group.rows], "runs")) is not None:
         said.append(busy)
-    if any(row.run.at("replay") for row in group.rows):
-        said.append(REPLAYED)
+    if replays := [row.run for row in group.rows if row.run.at("replay")]:
+        foretold = any(run.number("predicted_speedup") is not None for run in replays)
+        said.append(REPLAYED + (PREDICTED if foretold else ""))
     kinds = sorted({str(kind) for row in group.rows if (kind := row.run.at("baseline.kind")) is not None})
     if kinds:
         said.append(
@@ -114,6 +118,13 @@ def notes(group: Group) -> list[str]:
         f"{name} stands more than once: its items, shots, template, scorer or limit differ" for name in sorted(apart)
     ]
     return said
+
+
+def _order(group: Group) -> str:
+    timed = [row.speed is not None for row in group.rows]
+    if any(timed):
+        return RANKED.format(speed=group.speed if all(timed) else f"{group.speed}, rows without it by tokens per step")
+    return UNTIMED if any(row.run.number("strategy.tokens_per_step") is not None for row in group.rows) else UNRANKED
 
 
 # --- terminal

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decodelab.experiments.report.load import Run
-from decodelab.experiments.report.rows import FAITHFUL, Group, Row, dominates, front, grouped
+from decodelab.experiments.report.rows import FAITHFUL, Group, Row, dominates, front, grouped, labelled
 from decodelab.tests.experiments.report.made import GREEDY, LOOKUP, quality, result, run
 
 SAMPLING = {"_target_": "decodelab.decoding.acceptance.Sampling", "temperature": 0.7}
@@ -56,6 +56,10 @@ def test_what_a_group_is_called():
     assert other.title == "Some-7B + mine · float32 · edits"
     assert "4 at once" in other.shared
     assert group(run(digests__task=None, prompts=0, quality=quality(gsm=0.5))).title == "tiny · float32 · quality alone"
+
+
+def test_one_prompt_is_one_prompt():
+    assert group(run(prompts=1)).shared.startswith("1 prompt · ")
 
 
 def test_a_result_with_nothing_in_it_is_a_row():
@@ -121,8 +125,37 @@ def test_a_configuration_run_again_is_numbered_in_time():
     ]  # fmt: skip
     found = group(*(run(f"out/{name}/cell", provenance__started_at=at) for name, at in times.items()), run("x/y"))
     assert {row.label for row in found.rows} == {
-        "prompt_lookup #1 in early/cell", "prompt_lookup #2 in y", "prompt_lookup #3 in middle/cell",
+        "prompt_lookup #1 in early/cell", "prompt_lookup #2 in x/y", "prompt_lookup #3 in middle/cell",
         "prompt_lookup #4 in late/cell",
+    }  # fmt: skip
+
+
+def test_a_merge_names_its_members():
+    merge = {"_target_": "decodelab.drafting.merge.Merge", "members": [{"_target_": LOOKUP}, "suffix"], "budget": None}
+    assert labels(run("a", config__drafting=merge), run("b")) == ["merge members=prompt_lookup+suffix", "prompt_lookup"]
+
+
+def test_a_replay_names_what_it_is_from_where_that_differs():
+    def replay(name: str, source: str) -> Run:
+        return run(name, replay={"source": source, "device": "a laptop"})
+
+    a, b = replay("x", "out/none-1/samples.jsonl"), replay("y", "data/answers.jsonl")
+    assert labels(a, run("z")) == ["prompt_lookup (replayed)", "prompt_lookup"]
+    assert labels(a, b) == ["prompt_lookup (replayed from none-1)", "prompt_lookup (replayed from answers)"]
+
+
+def test_labels_of_several_groups_are_told_apart():
+    """Of what is not compared, what differs is named: as many words as it takes."""
+    task = {"path": "data/edits.jsonl", "max_new_tokens": 32}
+    runs = [
+        run("a"),
+        run("b", provenance__device="a server"),
+        run("c", provenance__device="a server", config__task=task, digests__task="c" * 64),
+        run("d", config__drafting={"_target_": "decodelab.drafting.suffix.Suffix"}),
+    ]
+    assert {folder.name: label for folder, label in labelled(runs).items()} == {
+        "a": "prompt_lookup · demo · a laptop", "b": "prompt_lookup · demo · a server",
+        "c": "prompt_lookup · edits", "d": "suffix",
     }  # fmt: skip
 
 
@@ -139,6 +172,12 @@ def test_ranked_by_speedup_the_broken_and_the_untimed_last():
     g = group(*runs)
     assert [row.run.folder.name for row in g.rows] == ["d", "e", "a", "b", "c"]
     assert g.speed == "speedup"
+
+
+def test_rows_without_a_speed_are_ordered_by_tokens_a_step():
+    taus = {"a": 1.5, "b": 2.5, "c": 2.0}
+    runs = [run(name, speedup__value=None, strategy__tokens_per_step=tau) for name, tau in taus.items()]
+    assert [row.run.folder.name for row in group(*runs).rows] == ["b", "c", "a"]
 
 
 def test_another_form_of_the_target_has_another_baseline_so_rows_are_ranked_by_rate():

@@ -12,7 +12,7 @@ from decodelab.experiments.format import NOISY
 from decodelab.experiments.report.changes import Change, Comparison, compare
 from decodelab.experiments.report.load import Found, Run, Unfinished, at
 from decodelab.experiments.report.rows import Value, grouped
-from decodelab.experiments.report.tables import comma_separated, markdown, score, show
+from decodelab.experiments.report.tables import comma_separated, markdown, notes, score, show
 from decodelab.tests.experiments.report.made import interval, quality, result, run, sample, write
 
 CELLS = (Unfinished(run().folder, "drafting=medusa", "out_of_memory", "killed | at <8> GB"),)
@@ -206,3 +206,25 @@ def test_runs_of_a_busy_machine_are_marked():
 )
 def test_scores(value: Value, text: str):
     assert score(value) == text
+
+
+@pytest.mark.parametrize(
+    ("speeds", "taus", "said"),
+    [
+        ((2.0, 1.0), (1.5, 1.2), "ranked by speedup, broken rows last"),
+        ((2.0, None), (1.5, 1.2), "ranked by speedup, rows without it by tokens per step, broken rows last"),
+        ((None, None), (1.5, 1.2), "nothing was timed: ranked by tokens per step (τ), broken rows last, which is not "),
+        ((None, None), (None, None), "not ranked: no speed was measured"),
+    ],
+)
+def test_by_what_rows_are_ranked(speeds: Sequence[float | None], taus: Sequence[float | None], said: str):
+    pairs = zip("ab", speeds, taus, strict=True)
+    (group,) = grouped([run(n, speedup__value=s, strategy__tokens_per_step=t) for n, s, t in pairs])
+    assert notes(group)[0].startswith(said)
+
+
+@pytest.mark.parametrize("predicted", [1.5, None])
+def test_a_replay_foretells_a_speedup_only_where_it_has_one(predicted: float | None):
+    (group,) = grouped([run(replay={"source": "x/samples.jsonl", "device": "a"}, predicted_speedup=predicted)])
+    (line,) = [note for note in notes(group) if note.startswith("replayed")]
+    assert line.endswith("in the replay" if predicted else "nothing was timed")
