@@ -144,7 +144,7 @@ def same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase,
     raise UserError(
         f"{name} cannot draft for {target_name}: their tokenizers differ (token {differing!r} has id "
         f"{a.get(differing)} and {b.get(differing)}); name a draft model with the target's tokenizer, or take "
-        "drafting.vocabulary=text or intersection"
+        "vocabulary=text or intersection (drafting.vocabulary; in a merge the member's own)"
     )
 
 

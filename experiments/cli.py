@@ -27,7 +27,7 @@ OPTIONS: Mapping[str, str] = {
     "--config-dir DIR": "more YAML, in folders named like the groups: DIR/drafting/mine.yaml is drafting=mine",
     "--cfg job": "print the configuration and stop",
     "-m, --multirun": "run every combination of a,b and range(1,4), one after the other; sweep= needs no -m",
-    "--help": "this text; with drafting=reference it lists that option's keys",
+    "--help": "this text; with drafting=reference that option's keys alone",
     "--version": "the version",
 }
 EXAMPLES = (
@@ -302,7 +302,7 @@ PLAIN: Mapping[str, Plain] = {
 
 
 def help_text(words: Words) -> str:
-    """Jobs, groups and options, and the keys of the options chosen in `words`, with their defaults."""
+    """Jobs, groups and options, and the keys of a run with their defaults; of options in `words`, their keys alone."""
     found = groups(words.config_dirs)
     taken: dict[str, str | None] = defaults()
     for override in words.overrides:
@@ -310,6 +310,10 @@ def help_text(words: Words) -> str:
         if option in found.get(group, ()):
             taken[group] = option
     about = {name: job.about for name, job in JOBS.items()} | {name: job.about for name, job in PLAIN.items()}
+    chosen = {group: name for group, name in taken.items() if f"{group}={name}" in words.overrides}
+    if chosen:
+        some = _options(found, chosen)
+        return "\n".join([f"  {USAGE}", *some, "", "decodelab --help lists the jobs, all groups and the keys of a run"])
     jobs = [f"  {name:10}{text}" for name, text in about.items() if words.job in (None, name)]
     lines = ["decodelab: decoding strategies, composed in a config and measured against plain decoding"]
     lines += ["", f"  {USAGE}", "", "JOB", *jobs, "", "OPTIONS"]
@@ -323,11 +327,18 @@ def help_text(words: Words) -> str:
     for experiment, file in found["experiment"].items():
         lines += textwrap.wrap(f"  {experiment:12}{_about(file)}", 116, subsequent_indent=" " * 14)
     lines += ["", "KEYS, with their defaults", *_keys(CONFIGS / "run.yaml")]
+    lines += _options(found, taken)
+    return "\n".join([*lines, "", "EXAMPLES", *(f"  {example}" for example in EXAMPLES)])
+
+
+def _options(found: Mapping[str, Mapping[str, Path]], taken: Mapping[str, str | None]) -> list[str]:
+    """The keys of an option of each group."""
+    lines = []
     for group, name in taken.items():
         if name is not None:
             head = "" if group == "experiment" else f"{group}.KEY=VALUE, with "
             lines += ["", f"{group.upper()}: {head}{group}={name}", *_keys(found[group][name])]
-    return "\n".join([*lines, "", "EXAMPLES", *(f"  {example}" for example in EXAMPLES)])
+    return lines
 
 
 def _about(file: Path) -> str:

@@ -2,7 +2,7 @@
 
 import platform
 import shutil
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from ..decoding.law import LawSettings
 from ..decoding.model.source import ModelSpec, Source
 from ..decoding.replay import needs_model
 from ..drafting.draft_model import DraftSpec
+from ..drafting.trees import HasTree
 from .config import RunConfig
 from .tasks import Task
 
@@ -93,7 +94,11 @@ def _pair(drafting: DrafterSettings, acceptance: Acceptance) -> tuple[list[str],
     rule = f"acceptance={type(acceptance).__name__.lower()}"
     if gives.rows and gives.shape not in acceptance.shapes:
         shapes = " and ".join(f"{shape}s" for shape in acceptance.shapes)
-        refused.append(f"{rule} judges {shapes}, and this drafter proposes a {gives.shape}: choose acceptance=sampling")
+        form = _chain_form(drafting) if "chain" in acceptance.shapes else None
+        refused.append(
+            f"{rule} judges {shapes}, and this drafter proposes a {gives.shape}: "
+            f"choose {f'{form} or ' if form else ''}acceptance=sampling"
+        )
     if acceptance.reads == "all rows" and law.reads_context:
         refused.append(
             f"{rule} reads all rows at once, and {', '.join(_stateful(law))} must be followed along a path: "
@@ -104,6 +109,16 @@ def _pair(drafting: DrafterSettings, acceptance: Acceptance) -> tuple[list[str],
     if gives.rows and gives.q == "one-hot" and acceptance.needs_q:
         fallbacks.append(f"{rule} reads q and this drafter has none: all of q is taken to be on the drafted token")
     return refused, fallbacks
+
+
+def _chain_form(drafting: DrafterSettings) -> str | None:
+    """The key with which this drafter proposes a chain."""
+    branches = isinstance(getattr(drafting, "tree", None), bool)
+    if not is_dataclass(drafting) or not (branches or isinstance(drafting, HasTree)):
+        return None
+    value = False if branches else "chain"
+    chained: Any = replace(drafting, tree=value)  # type: ignore[type-var]
+    return f"drafting.tree={str(value).lower()}" if chained.gives.shape == "chain" else None
 
 
 def _stateful(law: LawSettings) -> list[str]:

@@ -61,6 +61,12 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def rough(seconds: float) -> str:
+    """Of a guess: one digit, of minutes where there is one."""
+    unit, name = (60, "min") if seconds >= 60 else (1, "s")
+    return f"{float(f'{max(seconds, 1) / unit:.1g}'):.0f} {name}"
+
+
 def line(outcome: CellOutcome) -> str:
     """How a cell went, in a line."""
     words: list[str] = [outcome.status]

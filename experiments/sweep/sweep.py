@@ -26,7 +26,7 @@ from .grid import Cell
 from .lock import Lock, lock_folder, lock_gpu
 from .process import CellWorker, Worker
 from .settings import SweepSettings
-from .show import Display, duration, line, reasons, table
+from .show import Display, duration, line, reasons, rough, table
 from .version import code_digest, package_digest
 
 if TYPE_CHECKING:  # torch, which planning imports
@@ -422,7 +422,9 @@ class Sweep:
         if left <= 0:
             return f"the time is up (budget_hours={hours:g})"
         if expected is not None and expected > left:
-            takes = f"it takes {'about' if self._seconds else 'perhaps'} {duration(expected)}"
+            takes = (
+                f"it takes {'about' if self._seconds else 'perhaps'} {(duration if self._seconds else rough)(expected)}"
+            )
             return f"{takes}, and of budget_hours={hours:g} {duration(left)} are left"
         return None
 
@@ -451,7 +453,7 @@ class Sweep:
     def _ahead(self, seconds: float | None) -> str | None:
         if seconds is None or self._seconds:
             return None if seconds is None else f"about {duration(seconds)} left"
-        return f"perhaps {duration(seconds)} left, a guess from the bytes of the weights"
+        return f"perhaps {rough(seconds)} left or several times that, a guess from the bytes of the weights"
 
     def _lock_gpu(self, device: str) -> None:
         if device.startswith("cuda") and device not in self._locks:

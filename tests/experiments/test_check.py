@@ -94,7 +94,7 @@ def test_another_tokenizer_is_refused(target, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == (
         "refused, because draft cannot draft for target: their tokenizers differ "
         "(token '<|other|>' has id 262 and None); name a draft model with the target's tokenizer, "
-        "or take drafting.vocabulary=text or intersection"
+        "or take vocabulary=text or intersection (drafting.vocabulary; in a merge the member's own)"
     )
 
 

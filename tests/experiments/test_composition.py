@@ -12,7 +12,10 @@ from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.source import ModelSpec, Source
 from decodelab.drafting.draft_model import DraftModel, DraftSpec
+from decodelab.drafting.lookahead import Lookahead
 from decodelab.drafting.none import Nothing
+from decodelab.drafting.suffix import Suffix
+from decodelab.drafting.token_recycling import TokenRecycling
 from decodelab.experiments import composition
 from decodelab.experiments.composition import Composition, draft_models, resolve_device, resolve_dtype, resolve_pair
 from decodelab.experiments.composition import resolve as resolve_config
@@ -112,6 +115,15 @@ def test_pairs_that_are_refused(drafting, acceptance, line):
     assert str(found) == f"refused, because {line}"
     with pytest.raises(UserError, match=r"^refused, because "):
         found.notes()
+
+
+@pytest.mark.parametrize(
+    ("drafting", "form"),
+    [(Suffix(), "drafting.tree=false or "), (TokenRecycling(), "drafting.tree=chain or "), (Lookahead(), "")],
+)
+def test_a_drafter_that_has_a_chain_form_is_told_it(drafting, form):
+    (line,) = resolve_pair(drafting, Block()).reasons
+    assert line.endswith(f": choose {form}acceptance=sampling")
 
 
 def test_sampled_drafts_under_a_greedy_rule_are_chosen_as_it_chooses():
