@@ -9,6 +9,7 @@ A drafter that passes may still be useless: give it a test of what it proposes, 
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ Make = Callable[[], Any]  # a drafter's settings, or a drafter that needs no wei
 Tokens = tuple[int, ...]
 
 _WINNER = "the other member"  # of a merge
+_AT_ONCE = partial(print, flush=True)
 _CHARACTERS = [" ", *string.ascii_lowercase, *string.digits, *string.ascii_uppercase[:21]]
 
 
@@ -64,14 +66,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def drafter_suite(make_drafter: Make, *, learns: bool = False) -> None:
+def drafter_suite(make_drafter: Make, *, learns: bool = False, tell: Callable[[str], None] = _AT_ONCE) -> None:
     """Run every check of `DRAFTER_CHECKS`. `make_drafter()` gives settings (`build` loads) or a drafter.
 
-    `learns`: its drafts depend on more than the text, such as what was verified in earlier steps.
+    `learns`: its drafts depend on more than the text, such as what was verified in earlier steps. `tell` gets a line
+    before each check, and an ok at the end.
     """
-    for check in DRAFTER_CHECKS:
-        if not (learns and check is drafts_follow_from_the_text):
-            check(make_drafter)
+    checks = [check for check in DRAFTER_CHECKS if not (learns and check is drafts_follow_from_the_text)]
+    for number, check in enumerate(checks, 1):
+        tell(f"{number} of {len(checks)}: {check.__name__.replace('_', ' ')}")
+        check(make_drafter)
+    tell(f"ok: {getattr(make_drafter, '__name__', 'the drafter')} keeps all of them")
 
 
 def greedy_is_plain_decoding(make: Make) -> None:

@@ -3,7 +3,8 @@ arXiv:2309.08168) or the first few alone (LayerSkip, Elhoushi et al. 2024, arXiv
 
 Nothing is loaded and nothing is kept: drafted rows are staged in the target's own cache, behind the keys and values
 that all of its layers computed, and dropped before the draft is handed over. LayerSkip's verification goes on from
-where its draft left off; here it runs all layers, as every drafter's does.
+where its draft left off; here it runs all layers, as every drafter's does. Self-Speculative Decoding skips attention
+and MLP apart, by Bayesian optimisation; here layers are skipped whole, and `decodelab layers` climbs to its set.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Suffix decoding (Oliaro et al. 2024, arXiv:2411.04975): what most often followed the end of the text elsewhere.
 
 It is looked for in prompt and output (exactly, in an automaton that counts), and in a second text: earlier outputs, a
-corpus, or both. Each is asked for the continuations of the longest end of the text that it holds; the draft is of the
-one that promises more right tokens. SAM decoding (arXiv:2411.10666) has the same two texts and one place in each.
+corpus, or both. Each is asked for the continuations of the longest end of the text that it holds (the paper and Arctic
+score every length of the end and take the best); the draft is of the one that promises more right tokens. SAM decoding
+(arXiv:2411.10666) has the same two texts and one place in each.
 """
 
 from collections.abc import Collection, Mapping, Sequence

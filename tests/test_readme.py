@@ -35,7 +35,7 @@ def test_python_blocks_run_in_order(workplace: Path, capsys: pytest.CaptureFixtu
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), namespace)  # noqa: S102
     told = capsys.readouterr().out
-    assert namespace["out"].tokens_per_step >= 1
+    assert namespace["out"].tokens_per_step > 1.2  # something was drafted
     assert namespace["out"].reason in ("length", "eos")
     assert namespace["report"]["exactness"]["verdict"] == "exact"
     assert "exact " in told
@@ -62,9 +62,10 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("decodelab ") and "report" not in c])
 def test_commands_compose(command: str, capsys: pytest.CaptureFixture[str]):
-    """Every group, option and key that the README types exists."""
-    assert main([*shlex.split(command)[1:], "--cfg", "job"]) == 0
-    assert capsys.readouterr().out
+    """Every group, option and key that the README types exists; heads that a folder stands for do not."""
+    code = main([*shlex.split(command)[1:], "--cfg", "job"])
+    told = capsys.readouterr()
+    assert (code == 0 and told.out) or (code == 2 and "drafting.path=DIR does not exist" in told.err)
 
 
 def test_reports_are_typed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):

@@ -74,8 +74,11 @@ class Repeater:
         pass
 
 
-def test_a_sound_drafter_passes():
+def test_a_sound_drafter_passes(capsys):
     testing.drafter_suite(Repeater)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"1 of {len(testing.DRAFTER_CHECKS)}: drafts keep to their room"
+    assert last == "ok: Repeater keeps all of them"
 
 
 @pytest.mark.parametrize(
