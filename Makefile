@@ -14,7 +14,7 @@ demo: $(VENV)/installed  ## the main job: a strategy against plain decoding, on 
 	$(BIN)/decodelab run task.limit=10 task.max_new_tokens=48 drafting.per_match=null
 
 test: $(VENV)/installed-test  ## the tests
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/installed-test  ## ruff, mypy and the layers; edits nothing
 	$(BIN)/ruff check
