@@ -117,7 +117,7 @@ def _chain_form(drafting: DrafterSettings) -> str | None:
     if not is_dataclass(drafting) or not (branches or isinstance(drafting, HasTree)):
         return None
     value = False if branches else "chain"
-    chained: Any = replace(drafting, tree=value)  # type: ignore[type-var]
+    chained: Any = replace(drafting, tree=value)
     return f"drafting.tree={str(value).lower()}" if chained.gives.shape == "chain" else None
 
 

@@ -422,9 +422,7 @@ class Sweep:
         if left <= 0:
             return f"the time is up (budget_hours={hours:g})"
         if expected is not None and expected > left:
-            takes = (
-                f"it takes {'about' if self._seconds else 'perhaps'} {(duration if self._seconds else rough)(expected)}"
-            )
+            takes = f"it takes {'about' if self._seconds else 'perhaps'} {duration(expected)}"
             return f"{takes}, and of budget_hours={hours:g} {duration(left)} are left"
         return None
 
