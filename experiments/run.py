@@ -37,6 +37,10 @@ from .tracking import RunInfo, Running, Tracker
 PROFILED = 3  # prompts from which the draft's cost is taken
 CODES = {"done": 0, "broken": 1, "failed": 1, "interrupted": 130}  # of the command, by the run's status
 UNFINISHED = ("interrupted", "failed")
+UNKNOWN_COST = (
+    "the output is lossy by design, and what that costs was not measured: add quality.tasks=[{path: FILE.jsonl}], a task "
+    "whose answers are generated"
+)
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 
 
@@ -91,6 +95,8 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
         exam = prepare(config, source, what.key, what.resolved)
+        if exam is None and config.acceptance.guarantee == "lossy":
+            notes.append(UNKNOWN_COST)
         folder = _folder(config, what, started)
         title = f"{source.label}: {drafter_name(config)}, {type(config.acceptance).__name__.lower()}"
         title += f", {what.task.label}" if what.task else ", quality"

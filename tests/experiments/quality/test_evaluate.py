@@ -517,3 +517,14 @@ def test_the_speed_is_written_before_quality_begins(exams: Exams, monkeypatch: p
     assert (first["status"], first["prompts"], first["quality"]["interrupted"]) == ("interrupted", 1, True)
     assert first["strategy"]["tokens_per_step"] == whole["strategy"]["tokens_per_step"]
     assert (whole["status"], whole["quality"]["interrupted"]) == ("done", False)
+
+
+def test_a_lossy_run_without_quality_says_so(exams: Exams):
+    words = [f"task.path={exams.files['asked']}", "task.limit=1", "task.max_new_tokens=4", "acceptance=typical"]
+    assert exams.evaluate(*words, "timing=untimed", job="run", output="bare") == 0
+    assert [text for text in exams.result("bare")["warnings"] if "lossy by design" in text]
+    assert exams.evaluate(*words, exams.tasks("asked"), "timing=untimed", job="run") == 0
+    result = exams.result()
+    assert not [text for text in result["warnings"] if "lossy by design" in text]
+    assert (result["exactness"]["verdict"], list(result["quality"]["tasks"])) == ("lossy", ["asked"])
+    assert result["quality"]["tasks"]["asked"]["measures"] == "decoding"
