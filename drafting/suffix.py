@@ -132,8 +132,13 @@ class SuffixDrafter:
     memory: Memory | None = None
     corpus: SuffixArray | None = None
 
-    sources: ClassVar[tuple[str, ...]] = ("suffix", "suffix_memory")
     needs: ClassVar[Needs] = Suffix.needs
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Prompt and output, and the second text by what it is of."""
+        second = [n for n, text in (("corpus", self.corpus), ("memory", self.memory)) if text is not None]
+        return ("suffix", f"suffix_{'_and_'.join(second)}") if second else ("suffix",)
 
     @property
     def gives(self) -> Gives:

@@ -38,8 +38,8 @@ PROFILED = 3  # prompts from which the draft's cost is taken
 CODES = {"done": 0, "broken": 1, "failed": 1, "interrupted": 130}  # of the command, by the run's status
 UNFINISHED = ("interrupted", "failed")
 UNKNOWN_COST = (
-    "the output is lossy by design, and what that costs was not measured: add quality.tasks=[{path: FILE.jsonl}], a task "
-    "whose answers are generated"
+    "the output is lossy by design, and what that costs was not measured: add quality.tasks=[{path: FILE.jsonl}], a "
+    "task whose answers are generated"
 )
 BATCHED = "no speedup is predicted for batch > 1: T(k) is measured for the rows of one sequence"
 

@@ -14,7 +14,7 @@ from ..decoding.errors import UserError
 from ..drafting.trees import HasTree, TreeShape, expected, fastest, measured, optimal, write_tree
 from .construct import Constructor
 from .files import read_result, result_files
-from .format import percent, was_busy
+from .format import counted, percent, was_busy
 from .metrics import acceptance
 from .report.load import Run
 from .report.log import Log
@@ -133,7 +133,7 @@ def tree(asked: Asked) -> int:
 
     console = Console(highlight=False, markup=False)
     drafter = str(run.at("config.drafting._target_"))
-    title = f"{drafter.rpartition('.')[2]} on {run.at('prompts')} prompts of {asked.run}"
+    title = f"{drafter.rpartition('.')[2]} on {counted(run.at('prompts'), 'prompt')} of {asked.run}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(_rates(accept))
     console.print()

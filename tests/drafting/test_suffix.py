@@ -139,6 +139,7 @@ def test_the_text_that_promises_more_is_drafted_from():
     found = draft(drafter, [*here[:5], 7, 2])  # both are sure: the own text comes first
     assert (found.tokens, found.source) == ((9, 9, 0), (0, 0, 0))
     assert drafter.sources == ("suffix", "suffix_memory")
+    assert made().sources == ("suffix",)
 
 
 def test_what_is_remembered_is_the_output():
