@@ -24,9 +24,10 @@ from .composition import resolve_device, resolve_dtype, resolve_pair
 from .config import DTYPES, RunConfig
 from .construct import Constructor
 from .files import read_result, result_files
-from .hardware import describe_device, load_average, peak_memory_bytes, peaks
+from .hardware import describe_device, peak_memory_bytes, peaks
 from .items import Item, Message
 from .lab import Heard, Lab, build_lab, draft_digest
+from .load import load_of_others, moment, others_since
 from .measure import measure
 from .metrics import acceptance as acceptance_of
 from .quality.evaluate import ANSWERS, measure_quality, prepare, quality_digest
@@ -209,7 +210,7 @@ def compare(
     >>> decodelab.compare(lm, ["def add(a, b):"], max_new_tokens=8)["exactness"]["verdict"]
     'exact'
     """
-    started, load_before = datetime.now(UTC), load_average()
+    started, load_before, begun = datetime.now(UTC), load_of_others(), moment()
     settings = part("drafting", drafting, DrafterSettings)
     rule = part("acceptance", acceptance, Acceptance)
     asked = prompts if isinstance(prompts, TaskSettings) else TaskSettings(max_new_tokens=max_new_tokens, chat=chat)
@@ -252,7 +253,7 @@ def compare(
             device=describe_device(device),
             started_at=started.isoformat(timespec="seconds"),
             load_before=load_before,
-            load_after=load_average(),
+            load_after=others_since(begun),
         ),
         peaks=peak,
         peak_bytes=peak_memory_bytes(device),
@@ -285,7 +286,7 @@ def evaluate(
     >>> found["tasks"]["sums"]["metrics"]["acc"]["n"]
     1
     """
-    started, load_before = datetime.now(UTC), load_average()
+    started, load_before, begun = datetime.now(UTC), load_of_others(), moment()
     settings = part("drafting", drafting, DrafterSettings)
     rule = part("acceptance", acceptance, Acceptance)
     given = {"tasks": [tasks] if isinstance(tasks, str | Mapping | TaskSpec) else list(tasks), **options}
@@ -333,7 +334,7 @@ def evaluate(
             lab,
             None,
             digests=digests,
-            provenance=made | {"load_after": load_average()},
+            provenance=made | {"load_after": others_since(begun)},
             peaks=None,
             peak_bytes=peak_memory_bytes(device),
             warnings=[*lab.notes, *heard.texts],

@@ -17,6 +17,7 @@ from ..decoding.errors import UserError
 from .compose import CONFIGS, Composer, defaults, groups
 from .construct import did_you_mean
 from .files import FULL
+from .load import load_of_others
 from .sweep.grid import Cell, composed, expand
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def _wait_for_threads() -> None:
     A thread that spins holds up the one it waits for: beside busy programs decoding was 2 to 10 times slower so. On a
     quiet machine, spinning is twice as fast. OpenMP reads the variable when torch is loaded; the user's own value wins.
     """
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ and (load_of_others() or 0.0) > (os.cpu_count() or 1) / 4:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _in_one_line(do: Callable[[], int]) -> int:

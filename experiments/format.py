@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BUSY = 1.0  # load average before a run: something else wants a core
+BUSY = 0.5  # cores that others keep busy: more, and what is timed is noise
 NOISY = "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
 BUSY_MARK = "‡"  # behind a row whose speed is of such a run
 _POSITIONS = 4  # of a draft, that are told

@@ -193,11 +193,6 @@ def _processors() -> list[dict[str, str]]:
     return [{name.strip(): value.strip() for name, _, value in block} for block in lines]
 
 
-def load_average() -> float | None:
-    """Processes that wanted to run over the last minute; None on Windows."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
 def clock_mhz() -> float | None:
     """The processors' clock now, their mean; None where the system does not tell."""
     clocks = [float(p["cpu MHz"]) for p in _processors() if "cpu MHz" in p]

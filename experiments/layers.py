@@ -37,6 +37,7 @@ from .config import RunConfig
 from .files import SCHEMA, write_atomic
 from .format import BUSY
 from .lab import Lab
+from .load import load_of_others
 from .measure import request_of
 from .progress import Watch
 from .tasks import load_task
@@ -261,7 +262,7 @@ def layers(config: RunConfig) -> int:
     dtype, _ = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
     longest, tries = config.layers.max_draft, config.layers.tries
-    busy = (hardware.load_average() or 0.0) > BUSY
+    busy = (load_of_others() or 0.0) > BUSY
     with hardware.torch_threads(config.threads), Watch() as watch:
         source = open_source(config.model, watch.step)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)

@@ -16,7 +16,7 @@ from ..decoding import cost
 from ..decoding.draft import Resources
 from ..decoding.errors import UserError
 from ..decoding.model.source import Source, open_source
-from . import hardware, table
+from . import hardware, load, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
@@ -83,7 +83,7 @@ def execute(
 
 def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key: str | None) -> Outcome:
     started = datetime.now(UTC)
-    load_before = hardware.load_average()
+    load_before, begun = load.load_of_others(), load.moment()
     if config.compare_hf and (reason := why_not(config.acceptance.law())) is not None:
         raise UserError(reason)
     with Watch() as watch, Heard() as heard:
@@ -114,7 +114,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
             measured = profiled = peaks = quality = failure = hf = None
 
             def found(quality: dict[str, Any] | None) -> dict[str, Any]:
-                late = {"load_after": hardware.load_average(), "clock_mhz": hardware.clock_mhz()}
+                late = {"load_after": load.others_since(begun), "clock_mhz": hardware.clock_mhz()}
                 return build_result(
                     what.resolved,
                     lab,
@@ -141,8 +141,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 if what.task is not None:
                     timed = config.timing != "untimed"
                     peaks = hardware.peaks(device, dtype, torch.get_num_threads()) if timed else None
-                    if peaks is not None and (not peaks.quiet or (load_before or 0.0) > BUSY):
-                        notes.append(NOISY)
+                    then = load.moment()
                     measured = measure(
                         lab,
                         what.task,
@@ -155,6 +154,9 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                         progress=lambda done, total, note: watch.step("decoding", done, total, note),
                         after=_told(tracker, timed),
                     )
+                    busy = max(load_before or 0.0, load.others_since(then) or 0.0) > BUSY
+                    if peaks is not None and (busy or not peaks.quiet):
+                        notes.append(NOISY)
                     profiled = _profile(lab, measured, config.batch, config.seed) if config.profile else None
                 if exam is not None and not (measured is not None and measured.interrupted):
                     if measured is not None:  # what ends the process from here on does not take it away
@@ -232,7 +234,7 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
             device=hardware.describe_device(what.device),
             dtype_reason=what.why,
             started_at=started.isoformat(timespec="seconds"),
-            load_before=hardware.load_average(),
+            load_before=None,
         )
         made |= {"dtype": recording.run.get("provenance", {}).get("dtype")}
         info = RunInfo(what.key, title, "replay", folder, what.resolved, what.digests, made, sweep)
@@ -252,7 +254,7 @@ def _replay(config: RunConfig, speed: bool, sweep: str | None, key: str | None) 
                 None,
                 measured,
                 digests=what.digests,
-                provenance=made | {"load_after": hardware.load_average(), "clock_mhz": hardware.clock_mhz()},
+                provenance=made | {"load_after": None, "clock_mhz": hardware.clock_mhz()},
                 peaks=None,
                 peak_bytes=None,
                 warnings=[*notes, *heard.texts, *tracker.warnings],

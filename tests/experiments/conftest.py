@@ -23,11 +23,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, peaks that are not measured, and tmp_path to work in."""
+    """A cache of its own, a machine that does nothing else, peaks that are not measured, and tmp_path to work in."""
     monkeypatch.setenv("DECODELAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(hardware, "_measure", lambda device, dtype, threads: Peaks(1e10, 1e11))
     monkeypatch.setattr("decodelab.experiments.run.unused_gpu", lambda: None)
+    for module in ("run.load", "api"):
+        monkeypatch.setattr(f"decodelab.experiments.{module}.load_of_others", lambda: 0.0)
+        monkeypatch.setattr(f"decodelab.experiments.{module}.others_since", lambda then: 0.0)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from decodelab.experiments.hardware import (
     clock_mhz,
     describe_device,
     forget_peak_memory,
-    load_average,
     peak_memory_bytes,
     peaks,
 )
@@ -158,18 +156,14 @@ def test_the_device_in_words(monkeypatch: pytest.MonkeyPatch, native: bool, word
 
 def test_a_machine_that_tells_nothing(machine: Path, monkeypatch: pytest.MonkeyPatch):
     (machine / "cpuinfo").unlink()
-    monkeypatch.delattr(os, "getloadavg", raising=False)
     monkeypatch.setattr(hardware.platform, "processor", lambda: "")
     monkeypatch.setattr(hardware.platform, "machine", lambda: "riscv64")
     assert clock_mhz() is None
-    assert load_average() is None
     assert describe_device(CPU).startswith("riscv64, 1 thread")
 
 
-def test_clock_and_load(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0), raising=False)
+def test_clock(machine: Path):
     assert clock_mhz() == 3000.0
-    assert load_average() == 1.5
 
 
 def test_peak_memory_is_in_bytes():

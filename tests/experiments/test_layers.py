@@ -118,7 +118,7 @@ def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, c
     file = private / "layers.json"
     words = [f"model.path={checkpoint}", f"task.path={task}", "task.max_new_tokens=12", "dtype=float32", "device=cpu"]
     words += ["threads=1", "layers.tries=3", "layers.max_draft=3"]
-    monkeypatch.setattr("decodelab.experiments.layers.hardware.load_average", lambda: 1.5)
+    monkeypatch.setattr("decodelab.experiments.layers.load_of_others", lambda: 1.5)
     assert main(["layers", *words, f"output={file}"]) == 0
     told = capsys.readouterr().out
     found = json.loads(file.read_text())
@@ -130,7 +130,7 @@ def test_the_command_writes_what_the_drafter_reads(bench, checkpoint, private, c
     assert note.startswith("other programs used the cores while T(k) was measured")
     assert f"note: {note}" in told
     assert ("none of them pays on this machine now: " in told) is (found["predicted_speedup"] <= 1)
-    monkeypatch.setattr("decodelab.experiments.layers.hardware.load_average", lambda: 0.0)
+    monkeypatch.setattr("decodelab.experiments.layers.load_of_others", lambda: 0.0)
     use = ["drafting=layer_skip", f"drafting.skip={file}", f"drafting.max_draft={found['max_draft']}"]
     assert main(["run", *words, *use, f"output={private / 'run'}"]) == 0
     result = json.loads((private / "run" / "result.json").read_text())

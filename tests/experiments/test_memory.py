@@ -35,7 +35,6 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.hardware, "load_average", lambda: 0.0)
     monkeypatch.setattr(run.hardware, "peaks", lambda *_: Peaks(1e10, 1e11))
 
 

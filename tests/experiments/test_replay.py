@@ -37,7 +37,6 @@ PLAIN_ROWS = (
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.hardware, "load_average", lambda: 0.0)
     monkeypatch.setattr(hardware, "peaks", lambda *_: Peaks(1e10, 1e11))
 
 

@@ -20,13 +20,11 @@ from decodelab.tests.experiments.bench import strict
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that does nothing else; otherwise each run warns."""
-    monkeypatch.setattr(run.hardware, "load_average", lambda: 0.0)
     monkeypatch.setattr(run.hardware, "peaks", lambda *_: Peaks(1e10, 1e11))
 
 
 def test_a_busy_machine_is_said_to_be_one(bench: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run.hardware, "load_average", lambda: 3.5)
+    monkeypatch.setattr(run.load, "load_of_others", lambda: 3.5)
     assert bench.run("timing=paired") == 0
     assert bench.result["warnings"] == [
         "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"

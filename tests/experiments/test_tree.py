@@ -21,7 +21,6 @@ WIDE = ["drafting=token_recycling", "drafting.tree=[4,2,2]", "task.max_new_token
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.hardware, "load_average", lambda: 0.0)
     monkeypatch.setattr(run.hardware, "peaks", lambda *_: Peaks(1e10, 1e11))
 
 
