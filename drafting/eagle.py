@@ -26,7 +26,7 @@ from ..decoding.noise import Noise
 from ..kernels.verify_attention import causal_attention, verify_attention
 from .eagle_head import EagleHead, read_config, read_tensors
 from .trained import open_trained
-from .trees import TreeShape, cartesian, read_tree
+from .trees import TreeShape, Wanted, asked, file_of
 
 FILES = ("eagle.safetensors", "model.safetensors")
 
@@ -37,14 +37,15 @@ class Eagle:
 
     The tree is chosen anew each step (EAGLE-2): behind each of the `topk` likeliest nodes of a level stand its `topk`
     likeliest followers, `depth` levels of them, and of all these the `nodes` likeliest are drafted, by the product of
-    the probabilities on their path. `tree`: `chain` of `depth` tokens, or a file of paths, in place of that.
+    the probabilities on their path. `tree`, in place of that: `chain` of `depth` tokens, a file of paths, the widths of
+    a cartesian tree ([4, 2, 1]), or its paths ([[0], [0, 1]]).
     """
 
     path: str | None = None
     nodes: int = 15  # with the root, 16 rows, which cost a CPU little more than one
     depth: int = 5
     topk: int = 4
-    tree: str | None = None
+    tree: Wanted | None = None
 
     # of which layers depends on the head, and with EAGLE-3 on the target's depth: the built drafter says
     needs: ClassVar[Needs] = Needs(prefill_hidden=True)
@@ -57,17 +58,12 @@ class Eagle:
     @property
     def files(self) -> tuple[Path, ...]:
         head = () if self.path is None else open_trained(self.path, "eagle", FILES).files
-        return head if self.tree in (None, "chain") else (*head, Path(self.tree))
+        return (*head, *file_of(self.tree))
 
     @property
     def shape(self) -> TreeShape | None:
         """The fixed tree, if there is one."""
-        if self.tree is None:
-            return None
-        found = cartesian([1] * self.depth) if self.tree == "chain" else read_tree(self.tree)
-        if not len(found):
-            raise UserError(f"drafting.tree={self.tree} has no paths; give some, such as [[0], [0, 1]], or null")
-        return found
+        return None if self.tree is None else asked(self.tree, self.depth)
 
     @property
     def gives(self) -> Gives:

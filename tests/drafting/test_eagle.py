@@ -445,6 +445,8 @@ def test_what_a_draft_may_be():
     assert Eagle(topk=1).gives == Gives("chain", 5, 5)
     assert Eagle(nodes=9, depth=2, topk=2).gives == Gives("tree", 6, 2)
     assert Eagle(tree="chain", depth=4).gives == Gives("chain", 4, 4)
+    assert Eagle(tree=(2, 2)).gives == Gives("tree", 6, 2)
+    assert Eagle(tree=((0,), (0, 1))).gives == Gives("tree", 2, 2)
 
 
 PUBLISHED = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500.0, "rms_norm_eps": 1e-5}
@@ -635,7 +637,7 @@ def test_settings_that_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"drafting.tree tries 31 tokens behind each node, but the head knows 30"):
         Eagle(path, tree=str(tmp_path / "tree.json")).check(source())
     (tmp_path / "tree.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tree.json has no paths; give some, such as \[\[0\], \[0, 1\]\], or null"):
+    with pytest.raises(UserError, match=r"tree.json is no tree: widths of at least 1, or paths of ranks from 0 on"):
         Eagle(path, tree=str(tmp_path / "tree.json")).check(source())
     (tmp_path / "tree.json").write_text("[[0], [3]]")
     made = Eagle(path, tree=str(tmp_path / "tree.json")).build(
