@@ -62,7 +62,7 @@ class Medusa:
         elif paths := trained.about.get("tree"):
             found = listed(paths, f"{trained.file}: its tree")
         else:
-            found = optimal(_GUESS[:heads], NODES)
+            found = guessed(heads)
         if found.depth > heads:
             raise UserError(
                 f"drafting.tree is {found.depth} deep, and there are {heads} heads: a tree of at most {heads}"
@@ -94,9 +94,14 @@ class Medusa:
         return MedusaDrafter(heads, self.shape)
 
 
+def guessed(heads: int) -> TreeShape:
+    """The tree where nothing was measured."""
+    return optimal(_GUESS[:heads], NODES)
+
+
 def count_heads(trained: Trained) -> int:
     """Refuses a file without heads."""
-    numbers = {int(name.split(".")[0]) for name in map(_bare, trained.shapes) if name.split(".")[0].isdigit()}
+    numbers = {int(name.split(".")[0]) for name in map(bare, trained.shapes) if name.split(".")[0].isdigit()}
     if numbers != set(range(len(numbers))) or not numbers:
         raise UserError(
             f"{trained.file} holds no Medusa heads: its tensors are {', '.join(list(trained.shapes)[:4])} …"
@@ -107,7 +112,7 @@ def count_heads(trained: Trained) -> int:
 def check_shapes(trained: Trained, label: str, dim: int, vocab: int) -> None:
     """Refuses heads that are incomplete, hold what no head has, or are of another target than `label`."""
     file = trained.file
-    sizes = {_bare(name): size for name, size in trained.shapes.items()}
+    sizes = {bare(name): size for name, size in trained.shapes.items()}
     known: dict[str, tuple[int, ...]] = {}
     own = 0
     for i in range(count_heads(trained)):
@@ -133,7 +138,8 @@ def check_shapes(trained: Trained, label: str, dim: int, vocab: int) -> None:
         )
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """Of a tensor, without what a project puts before it."""
     return name.removeprefix("medusa_head.").removeprefix("heads.")
 
 
@@ -150,7 +156,7 @@ class MedusaHeads:
     ) -> "MedusaHeads":
         """The published layout: `i.j.linear.weight` and `.bias` of residual block j of head i, and `i.J.weight` behind
         the last of them, the head's own unembedding; without it the target's is shared."""
-        named = {_bare(name): tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        named = {bare(name): tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
         heads = 1 + max(int(name.split(".")[0]) for name in named)
         blocks, own = [], []
         for i in range(heads):

@@ -221,6 +221,12 @@ def _layers(config: "RunConfig") -> int:
     return layers(config)
 
 
+def _train(config: "RunConfig") -> int:
+    from .train import train_job
+
+    return train_job(config)
+
+
 def _report(words: Sequence[str]) -> int:
     from .report.command import main as report
 
@@ -292,6 +298,9 @@ JOBS: Mapping[str, Job] = {
         measures=True,
     ),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
+    "train": Job(
+        "heads for drafting=medusa or eagle, from the target's own answers to a task; writes output=DIR", _train
+    ),
     "layers": Job(
         "which layers drafting=layer_skip may leave out, looked for on a task; writes output=FILE.json", _layers
     ),

@@ -8,6 +8,7 @@ from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.errors import UserError
 from ..decoding.model.source import ModelSpec
+from ..decoding.training import Trains
 from .quality.settings import QualitySettings, TaskSpec
 from .sweep.settings import CellSettings, SearchSettings
 from .tasks import TaskSettings
@@ -60,6 +61,7 @@ class RunConfig:
     sweep: Any = None  # whoever composes has multiplied it out
     search: SearchSettings | None = None
     layers: LayerSearch = field(default_factory=LayerSearch)
+    train: Trains | None = None
     trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)
 

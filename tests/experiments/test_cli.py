@@ -105,8 +105,8 @@ def test_a_bug_keeps_its_traceback(bug, runs):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["chek"], "'chek' is no job: did you mean check? jobs are run, evaluate, check, layers, report, tree"),
-        (["drafting=none"], f"name a job, one of run, evaluate, check, layers, report, tree: {USAGE}"),
+        (["chek"], "'chek' is no job: did you mean check? jobs are run, evaluate, check, train, layers, report, tree"),
+        (["drafting=none"], f"name a job, one of run, evaluate, check, train, layers, report, tree: {USAGE}"),
         (["run", "--sweep"], "--sweep is unknown: options are --config-dir DIR, --cfg job, -m, --help, --version"),
         (["run", "--config-dir"], "--config-dir needs a value: --config-dir DIR"),
         (["run", "--cfg"], "--cfg needs a value: --cfg job"),

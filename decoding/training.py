@@ -1,0 +1,322 @@
+"""The one training loop: what a drafter learns for one target from texts that the target wrote.
+
+An objective says what is trained and what its loss is; the loop brings texts, steps and the learning rate, judges what
+was learnt so far on prompts kept back, and stops where that no longer gains. All that the rest of a training depends on
+is in one file, so that a training that was broken off goes on to the same numbers as one that was not.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..attention.rows import chains
+from .draft import Drafter
+from .errors import UserError
+from .model.decoder import Decoder, Tap
+from .model.source import Source
+from .model.storage import atomic_file
+
+Progress = Callable[[int, int, str], None]  # (steps done, steps in all, a note)
+_STATE = "decodelab-training"  # the key of our note in a state's metadata
+_SAVE_EVERY_S = 60.0
+_BETAS = (0.9, 0.95)
+_LEAST = 0.1  # of the learning rate, at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids of a prompt and of what was said to it, which begins at `first`; that alone is learnt from."""
+
+    tokens: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """`value` is minimised; `parts` are told."""
+
+    value: Tensor
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What is trained: `parameters` by the names they are saved under. `done`: the share of the steps behind us, for
+    what is scheduled; all chance comes from `draws`."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]: ...
+    def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss: ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """What is trained, as a drafter: as it is now, and as a file of a folder; `about` goes into its note."""
+
+    @property
+    def objective(self) -> Objective: ...
+    def drafter(self) -> Drafter[Any]: ...
+    def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What was learnt, judged on prompts kept back. `value` decides: the predicted speedup."""
+
+    value: float
+    tokens_per_step: float
+    acceptance: tuple[float, ...]
+
+
+@runtime_checkable
+class Trains(Protocol):
+    """What a YAML of the group `train` builds. `check` returns the tensors that a training goes on from, if any."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def schedule(self) -> "Schedule": ...
+    def check(self, target: Source) -> Mapping[str, Tensor] | None: ...
+    def learner(self, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> Learner: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`held_back`: prompts that are not learnt from, and judge; `longest`: tokens of a text that is learnt from.
+
+    `batch`: texts a step; `warmup`: the share of the steps in which the learning rate rises, before it falls along a
+    cosine; `every`: steps from one validation to the next; `patience`: validations without a better one, then it ends
+    (None: never); `minutes`: of training, after which it ends (None: any).
+    """
+
+    held_back: int = 16
+    longest: int = 1024
+    epochs: int = 3
+    batch: int = 8
+    learning_rate: float = 1e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    every: int = 100
+    patience: int | None = 5
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        at = "train.schedule."
+        for name in ("held_back", "longest", "epochs", "batch", "every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{at}{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{at}{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not 0 <= self.warmup < 1:
+            raise UserError(f"{at}warmup is a share of the steps, from 0 to below 1, got {self.warmup}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"{at}weight_decay must be 0 or more, got {self.weight_decay}")
+        if self.patience is not None and self.patience < 1:
+            raise UserError(f"{at}patience must be at least 1, or null to go on to the end, got {self.patience}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise UserError(f"{at}minutes must be above 0, or null for no limit, got {self.minutes}")
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step number `step` of `steps`."""
+        rising = max(1, round(self.warmup * steps))
+        if step < rising:
+            return self.learning_rate * (step + 1) / rising
+        gone = (step - rising) / max(1, steps - rising)
+        return self.learning_rate * (_LEAST + (1 - _LEAST) * (1 + math.cos(math.pi * gone)) / 2)
+
+
+@dataclass(slots=True)
+class Course:
+    """How it went: a row a validation, with step, seconds, tokens, loss and score. `best`: the number of the row whose
+    parameters were kept. `why`: it ended; None while it has not."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    best: int | None = None
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)  # of the steps since the last row
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The frozen target over whole texts: its hidden states, computed when they are wanted and kept nowhere."""
+
+    target: Decoder
+    taps: Collection[Tap]
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[Text]) -> list[dict[Tap, Float[Tensor, "T dim"]]]:
+        """For each text, by tap, the hidden states of all of its rows."""
+        lengths = [len(text.tokens) for text in texts]
+        cache = self.target.open_cache(len(texts), max(lengths))
+        slots = [cache.open() for _ in texts]
+        rows = chains([text.tokens for text in texts], slots, prompt=True)
+        hidden = self.target(rows, cache, logits_of=torch.tensor([0]), taps=self.taps).hidden
+        split = {tap: states.split(lengths) for tap, states in hidden.items()}
+        return [{tap: parts[i] for tap, parts in split.items()} for i in range(len(texts))]
+
+
+def train(
+    objective: Objective,
+    texts: Sequence[Text],
+    schedule: Schedule,
+    *,
+    seed: int,
+    state: Path,
+    identity: Mapping[str, Any],
+    judge: Callable[[], Score],
+    keep: Callable[[], None],
+    progress: Progress | None = None,
+    told: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Course:
+    """Trains in place; `keep` is called while the parameters are the best so far. `state`: the file that a training
+    goes on from, of one with the same `identity` alone. `told` gets each row of the course."""
+    steps_an_epoch = -(-len(texts) // schedule.batch)
+    steps = schedule.epochs * steps_an_epoch
+    parameters = dict(objective.parameters)
+    optimizer = torch.optim.AdamW(
+        list(parameters.values()), lr=schedule.learning_rate, betas=_BETAS, weight_decay=schedule.weight_decay
+    )
+    draws = torch.Generator().manual_seed(seed)
+    course = Course()
+    if state.exists():
+        course = _load(state, identity, parameters, optimizer, draws)
+    if course.why is not None:
+        return course
+    saved = time.monotonic()
+    while course.step < steps:
+        begin = time.perf_counter()
+        epoch, at = divmod(course.step, steps_an_epoch)
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed + 1 + epoch)).tolist()
+        batch = [texts[i] for i in order[at * schedule.batch : (at + 1) * schedule.batch]]
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(course.step, steps)
+        loss = objective.loss(batch, course.step / steps, draws)
+        if not math.isfinite(value := float(loss.value.detach())):
+            rate = f"train.schedule.learning_rate={schedule.learning_rate}"
+            raise UserError(f"the loss is {value} at step {course.step + 1}: lower {rate}")
+        optimizer.zero_grad(set_to_none=True)
+        loss.value.backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
+        optimizer.step()
+        course.losses.append(value)
+        course.step += 1
+        course.tokens += sum(len(text.tokens) for text in batch)
+        course.seconds += time.perf_counter() - begin
+        late = schedule.minutes is not None and course.seconds >= 60 * schedule.minutes
+        if course.step % schedule.every == 0 or course.step == steps or late:
+            _judge(course, judge, keep, loss.parts, told)
+            if schedule.patience is not None and course.best is not None:
+                since = len(course.rows) - 1 - course.best
+                if since >= schedule.patience:
+                    course.why = f"the last {since} validations were no better than the one before them"
+            if late and course.why is None:
+                course.why = f"train.schedule.minutes={schedule.minutes} are over"
+            if course.step == steps and course.why is None:
+                course.why = "all steps are done"
+            _save(state, identity, parameters, optimizer, draws, course)
+            saved = time.monotonic()
+        elif time.monotonic() - saved > _SAVE_EVERY_S:
+            _save(state, identity, parameters, optimizer, draws, course)
+            saved = time.monotonic()
+        if progress is not None:
+            progress(course.step, steps, _note(course, value))
+        if course.why is not None:
+            break
+    return course
+
+
+def _judge(
+    course: Course,
+    judge: Callable[[], Score],
+    keep: Callable[[], None],
+    parts: Mapping[str, float],
+    told: Callable[[Mapping[str, Any]], None] | None,
+) -> None:
+    score = judge()
+    course.rows.append(
+        {
+            "step": course.step,
+            "seconds": course.seconds,
+            "tokens": course.tokens,
+            "loss": sum(course.losses) / len(course.losses),
+            **parts,
+            "predicted_speedup": score.value,
+            "tokens_per_step": score.tokens_per_step,
+            "acceptance": list(score.acceptance),
+        }
+    )
+    course.losses = []
+    if course.best is None or score.value > course.rows[course.best]["predicted_speedup"]:
+        course.best = len(course.rows) - 1
+        keep()
+    if told is not None:
+        told(course.rows[-1])
+
+
+def _note(course: Course, loss: float) -> str:
+    best = "" if course.best is None else f", best predicted {course.rows[course.best]['predicted_speedup']:.2f}×"
+    return f"loss {loss:.3f}{best}"
+
+
+def _save(
+    file: Path,
+    identity: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.AdamW,
+    draws: torch.Generator,
+    course: Course,
+) -> None:
+    tensors = {"draws": draws.get_state()}
+    for name, parameter in parameters.items():
+        moments = optimizer.state[parameter]
+        tensors[f"parameter/{name}"] = parameter.detach()
+        tensors |= {f"{key}/{name}": moments[key] for key in ("exp_avg", "exp_avg_sq", "step")}
+    note = {"identity": dict(identity), "course": asdict(course)}
+    content = save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, {_STATE: json.dumps(note, default=str)}
+    )
+    with atomic_file(file, len(content)) as written:
+        written.write(content)
+
+
+def _load(
+    file: Path,
+    identity: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.AdamW,
+    draws: torch.Generator,
+) -> Course:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            note = json.loads((stored.metadata() or {})[_STATE])
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        course = Course(**note["course"])
+        was = note["identity"]
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is no training's state ({error}): delete it and train again") from None
+    plain = json.loads(json.dumps(dict(identity), default=str))
+    if differing := [key for key in plain if was.get(key) != plain[key]]:
+        raise UserError(
+            f"{file} is of another training: {', '.join(differing)} differ; name another output, or delete that folder"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"parameter/{name}"])
+            optimizer.state[parameter] = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+    draws.set_state(tensors["draws"])
+    return course

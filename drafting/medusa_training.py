@@ -1,0 +1,137 @@
+"""How Medusa's heads are trained: Medusa-1 (arXiv:2401.10774), the target frozen, cross entropy on its own answers.
+
+Head i reads the hidden state of row t and learns token t + 2 + i: the target's own unembedding says token t + 1. A
+head's block begins with a weight of zero, so that at first it says what the target says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save
+from torch import Tensor
+
+from ..decoding.errors import UserError
+from ..decoding.model.decoder import Decoder, Tap
+from ..decoding.model.source import Source
+from ..decoding.model.storage import atomic_file
+from ..decoding.training import Loss, Schedule, Teacher, Text
+from .medusa import FILES, MedusaDrafter, MedusaHeads, bare, check_shapes, count_heads, guessed, note
+from .trained import open_trained
+
+NONE = -100  # the label of a row behind which so many tokens do not stand
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMedusa:
+    """Settings. `heads`: how many, and `blocks` in each; `decay`: the weight of a head's loss against that of the one
+    before it; `rows`: rows that a step learns from, drawn from those of its texts (None: all); `start`: heads to go on
+    from."""
+
+    heads: int = 3
+    blocks: int = 1
+    decay: float = 0.8
+    rows: int | None = 512
+    start: str | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+
+    kind: ClassVar[str] = "medusa"
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "blocks"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.decay <= 1:
+            raise UserError(f"train.decay must be above 0 and at most 1, got {self.decay}")
+        if self.rows is not None and self.rows < 1:
+            raise UserError(f"train.rows must be at least 1, or null for all, got {self.rows}")
+
+    def check(self, target: Source) -> Mapping[str, Tensor] | None:
+        """The heads of `start`. Refuses those of another target, or of other sizes than are asked for."""
+        if self.start is None:
+            return None
+        trained = open_trained(self.start, "medusa", FILES)
+        check_shapes(trained, target.label, target.config.hidden_size, target.config.vocab_size)
+        trained.check_target(target)
+        found = {bare(name): tensor for name, tensor in trained.tensors().items()}
+        both = ("weight", "bias")
+        if found.keys() != {f"{i}.{j}.linear.{n}" for i in range(self.heads) for j in range(self.blocks) for n in both}:
+            raise UserError(
+                f"train.start={self.start} has {count_heads(trained)} heads, and not of train.heads={self.heads} "
+                f"train.blocks={self.blocks}, or has unembeddings of its own, which are not trained"
+            )
+        return found
+
+    def learner(self, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "MedusaLearner":
+        """`start`: heads to go on from, by the names of their file."""
+        dim, parameters = target.config.dim, dict[str, Tensor]()
+        for i in range(self.heads):
+            for j in range(self.blocks):
+                for name, size in ((f"{i}.{j}.linear.weight", (dim, dim)), (f"{i}.{j}.linear.bias", (dim,))):
+                    begun = torch.zeros(size) if start is None else start[name].float()
+                    parameters[name] = begun.to(target.device).requires_grad_()
+        return MedusaLearner(MedusaObjective(self, target, parameters), target)
+
+
+class MedusaObjective:
+    """The heads as they learn, in float32, beside a frozen target."""
+
+    taps: ClassVar[tuple[Tap, ...]] = ("final",)
+
+    def __init__(self, settings: TrainMedusa, target: Decoder, parameters: Mapping[str, Tensor]) -> None:
+        self._settings, self._target = settings, target
+        self.parameters = parameters
+        self._teacher = Teacher(target, self.taps)
+        self._unembedding = target.unembedding.dense()
+
+    def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss:
+        hidden, labels = [], []
+        for text, states in zip(texts, self._teacher(texts), strict=True):
+            tokens = torch.tensor(text.tokens)
+            # the first row that an answer's token was chosen from, and the last behind which two tokens stand
+            rows = torch.arange(text.first - 1, len(tokens) - 2)
+            behind = rows[:, None] + torch.arange(2, 2 + self._settings.heads)
+            labels.append(torch.where(behind < len(tokens), tokens[behind.clamp_max(len(tokens) - 1)], NONE))
+            hidden.append(states["final"][rows])
+        x, wanted = torch.cat(hidden).float(), torch.cat(labels).to(self._target.device)
+        if self._settings.rows is not None and len(x) > self._settings.rows:
+            some = torch.randperm(len(x), generator=draws)[: self._settings.rows].to(x.device)
+            x, wanted = x[some], wanted[some]
+        total, parts = x.new_zeros(()), {}
+        for i in range(self._settings.heads):
+            logits = F.linear(self._head(i, x).to(self._unembedding.dtype), self._unembedding).float()
+            # a sum over the labels there are: the mean of none is no number
+            each = F.cross_entropy(logits, wanted[:, i], ignore_index=NONE, reduction="sum")
+            each = each / (wanted[:, i] != NONE).sum().clamp_min(1)
+            total = total + self._settings.decay**i * each
+            parts[f"loss_{i + 1}"] = float(each.detach())
+        return Loss(total, parts)
+
+    def _head(self, i: int, x: Tensor) -> Tensor:
+        for j in range(self._settings.blocks):
+            at = f"{i}.{j}.linear."
+            x = x + F.silu(F.linear(x, self.parameters[f"{at}weight"], self.parameters[f"{at}bias"]))
+        return x
+
+
+@dataclass(frozen=True)
+class MedusaLearner:
+    """The heads as a drafter. The tree is the one that heads without a tree of their own get."""
+
+    objective: MedusaObjective
+    target: Decoder
+
+    def drafter(self) -> MedusaDrafter:
+        tensors = {name: tensor.detach() for name, tensor in self.objective.parameters.items()}
+        target = self.target
+        heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)
+        return MedusaDrafter(heads, guessed(len(heads.blocks)))
+
+    def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:
+        tensors = {name: t.detach().to(self.target.dtype).contiguous() for name, t in self.objective.parameters.items()}
+        content = save(tensors, note(source, **about))
+        with atomic_file(folder / FILES[0], len(content)) as file:
+            file.write(content)

@@ -1,0 +1,160 @@
+"""The loop: what it steps through, where it ends, what it keeps, and that a training goes on exactly."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decodelab.decoding.errors import UserError
+from decodelab.decoding.training import Course, Loss, Schedule, Score, Text, train
+
+TEXTS = [Text((n, n + 1, n + 2), 1) for n in range(10)]
+
+
+class Mean:
+    """One number for the mean of the texts' first tokens, with some noise."""
+
+    def __init__(self, begun: float = 0.0) -> None:
+        self.x = torch.tensor([begun], requires_grad=True)
+        self.seen: list[tuple[int, ...]] = []
+        self.done: list[float] = []
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {"x": self.x}
+
+    def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss:
+        self.seen.append(tuple(text.tokens[0] for text in texts))
+        self.done.append(done)
+        wanted = torch.tensor([float(text.tokens[0]) for text in texts]).mean() + torch.randn(1, generator=draws)
+        return Loss(((self.x - wanted) ** 2).sum(), {"wanted": float(wanted)})
+
+
+def run(
+    objective: Mean, folder: Path, judged: Sequence[float] | None = None, kept: list[float] | None = None, **keys: Any
+) -> Course:
+    """`judged`: the predicted speedups, one a validation; by default the better the nearer."""
+    scores = iter(judged or ())
+
+    def judge() -> Score:
+        value = next(scores) if judged else 10.0 - abs(4.5 - float(objective.x.detach()))
+        return Score(value, 1.5, (0.5,))
+
+    schedule = Schedule(**({"batch": 4, "every": 2, "epochs": 4, "learning_rate": 0.5} | keys))
+    return train(
+        objective,
+        TEXTS,
+        schedule,
+        seed=3,
+        state=folder / "state.safetensors",
+        identity={"of": "mean"},
+        judge=judge,
+        keep=lambda: None if kept is None else kept.append(float(objective.x.detach())),
+    )
+
+
+def test_each_epoch_has_every_text_once_in_another_order(tmp_path: Path):
+    objective = Mean()
+    course = run(objective, tmp_path)
+    assert course.step == len(objective.seen) == 12  # 3 steps of 4, 4 and 2 texts in each of 4 epochs
+    epochs = [[n for batch in objective.seen[e * 3 : e * 3 + 3] for n in batch] for e in range(4)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert objective.done == [n / 12 for n in range(12)]
+    assert course.why == "all steps are done"
+    assert [row["step"] for row in course.rows] == [2, 4, 6, 8, 10, 12]
+    assert course.tokens == 4 * 30
+
+
+def test_the_learning_rate_rises_and_then_falls():
+    schedule = Schedule(learning_rate=1.0, warmup=0.1)
+    rates = [schedule.rate(step, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_the_best_is_kept(tmp_path: Path):
+    kept: list[float] = []
+    course = run(Mean(), tmp_path, judged=[1.0, 1.4, 1.2, 1.4, 1.5, 0.2], kept=kept)
+    assert len(kept) == 3
+    assert course.best == 4
+
+
+def test_it_ends_where_nothing_is_gained(tmp_path: Path):
+    course = run(Mean(), tmp_path, judged=[1.0, 1.4, 1.4, 1.3, 2.0], patience=2)
+    assert (course.step, course.best) == (8, 1)
+    assert course.why == "the last 2 validations were no better than the one before them"
+    assert run(Mean(), tmp_path, judged=[9.9], patience=2) == course  # it is over
+
+
+@pytest.mark.parametrize("broken", [1, 4, 5, 11])
+def test_a_training_that_was_broken_off_goes_on_exactly(broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also between two validations, and in the middle of an epoch."""
+    monkeypatch.setattr("decodelab.decoding.training._SAVE_EVERY_S", -1.0)  # after each step
+    first, second = tmp_path / "whole", tmp_path / "broken"
+    first.mkdir()
+    second.mkdir()
+    whole = Mean()
+    want = run(whole, first)
+
+    begun, loss = Mean(), Mean.loss
+
+    def breaks(self: Mean, *args: Any) -> Loss:
+        if len(self.seen) == broken:
+            raise KeyboardInterrupt
+        return loss(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mean, "loss", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            run(begun, second)
+    again = Mean()
+    got = run(again, second)
+    assert len(again.seen) == 12 - broken
+    assert begun.seen + again.seen == whole.seen
+    assert torch.equal(again.x, whole.x)
+    for course in (got, want):
+        course.seconds = 0.0
+        for row in course.rows:
+            row["seconds"] = 0.0
+    assert got == want
+
+
+def test_a_state_of_another_training_is_refused(tmp_path: Path):
+    run(Mean(), tmp_path)
+    file = tmp_path / "state.safetensors"
+    with pytest.raises(UserError, match=r"state\.safetensors is of another training: of differ; name another output"):
+        train(
+            Mean(), TEXTS, Schedule(), seed=3, state=file, identity={"of": "else"}, judge=lambda: Score(1, 1, ()),
+            keep=lambda: None,
+        )  # fmt: skip
+    file.write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"state\.safetensors is no training's state .*: delete it and train again"):
+        run(Mean(), tmp_path)
+
+
+def test_a_loss_that_is_no_number_ends_it(tmp_path: Path):
+    with pytest.raises(UserError, match=r"the loss is nan at step 1: lower train\.schedule\.learning_rate=0\.5"):
+        run(Mean(float("nan")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"epochs": 0}, "train.schedule.epochs must be at least 1, got 0"),
+        ({"learning_rate": 0.0}, "train.schedule.learning_rate must be above 0 and finite, got 0.0"),
+        ({"warmup": 1.0}, "train.schedule.warmup is a share of the steps, from 0 to below 1, got 1.0"),
+        ({"weight_decay": -1.0}, "train.schedule.weight_decay must be 0 or more, got -1.0"),
+        ({"patience": 0}, "train.schedule.patience must be at least 1, or null to go on to the end, got 0"),
+        ({"minutes": 0.0}, "train.schedule.minutes must be above 0, or null for no limit, got 0.0"),
+    ],
+)
+def test_what_is_wrong_is_said(keys: dict[str, Any], line: str):
+    with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+        Schedule(**keys)

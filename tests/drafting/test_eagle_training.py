@@ -1,0 +1,92 @@
+import pytest
+import torch
+
+from decodelab.decoding import loop, reference
+from decodelab.decoding.acceptance import Greedy
+from decodelab.decoding.draft import Opened, Room, Seen
+from decodelab.decoding.errors import UserError
+from decodelab.decoding.noise import Noise
+from decodelab.decoding.training import Schedule, Score, Teacher, train
+from decodelab.drafting.eagle import Eagle, EagleDrafter
+from decodelab.drafting.eagle_head import EagleHead
+from decodelab.drafting.eagle_training import EagleObjective, TrainEagle, first
+from decodelab.tests.enumeration import unchecked
+from decodelab.tests.rigged import ask
+from decodelab.tests.taught import said, sentences, taught
+
+
+def tokens_per_step(drafter) -> float:
+    requests = [ask(sentence[:6], Greedy(), 20) for sentence in sentences(8, seed=5)]
+    done = loop.generate(taught(), requests, drafter, Greedy())
+    want = reference.generate(taught(), requests, Greedy().law())
+    assert [g.tokens for g in done] == [w.tokens for w in want]
+    return sum(s.emitted for g in done for s in g.steps) / sum(len(g.steps) for g in done)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"version": 1}, {"version": 1, "unrolled": 2}, {"version": 3, "unrolled": 3}], ids=str
+)
+def test_a_head_learns_what_comes_behind(keys, tmp_path):
+    schedule = Schedule(epochs=6, batch=8, every=16, learning_rate=0.01)
+    settings = TrainEagle(rows=None, schedule=schedule, **keys)
+    learner = settings.learner(taught(), 0, None)
+    begun = tokens_per_step(learner.drafter())
+    course = train(
+        learner.objective,
+        said(64),
+        schedule,
+        seed=0,
+        state=tmp_path / "state.safetensors",
+        identity={},
+        judge=lambda: Score(tokens_per_step(learner.drafter()), 1.0, ()),
+        keep=lambda: None,
+    )
+    assert course.rows[-1]["loss_1"] < course.rows[0]["loss_1"]
+    assert begun < 2.0
+    assert tokens_per_step(learner.drafter()) > begun + 0.8
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_unrolled_it_computes_what_it_will_when_it_drafts(version):
+    """The drafter's chain of three tokens, its own features and keys behind it, against turns 1 to 3 of the training on
+    a text that goes on with these tokens."""
+    target = taught()
+    settings = TrainEagle(version=version, unrolled=3)
+    config = settings.config(target.config)
+    draws = torch.Generator().manual_seed(1)
+    weights = {n: t + 0.3 * torch.randn(t.shape, generator=draws) for n, t in first(config, 0).items()}
+    objective = EagleObjective(settings, config, target, weights)
+    head = EagleHead(config, weights, target.embedding, target.unembedding)
+    drafter = EagleDrafter(Eagle(tree="chain", depth=3), head, Eagle(tree="chain", depth=3).shape)
+    for text in said(6):
+        hidden = Teacher(target, config.taps)([text])[0]
+        n = len(text.tokens) - 1
+        request = ask(list(text.tokens[:n]), Greedy(), 9)
+        opened = Opened(request.prompt, (), 9, request.processors, 0, target.open_cache(1, 64))
+        (state,) = drafter.start([opened])
+        committed = {tap: h[:n] for tap, h in hidden.items()}
+        drafter.observe([state], [Seen(text.tokens[1:], 1, prefill=True, committed=committed, hidden=committed)])
+        (draft,) = drafter.propose([state], [Room(9, 9)], [Noise(0, 0, 0)])
+        assert len(draft.tokens) == 3
+        tokens = torch.tensor([[*text.tokens[1:], *draft.tokens]])
+        features = head.fuse(
+            [torch.cat([h[:n], torch.zeros(3, h.shape[1])])[None] for h in map(hidden.get, config.taps)]
+        )
+        turns = [head.logits(out)[0].argmax(-1).tolist() for out in objective.foretold(features, tokens)]
+        assert [turns[j][n - 1 + j] for j in range(3)] == list(draft.tokens)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"version": 2}, "train.version must be 1 or 3, got 2"),
+        ({"unrolled": 0}, "train.unrolled must be at least 1, got 0"),
+        ({"noise": -1.0}, "train.noise must be 0 or more, got -1.0"),
+        ({"states": 1.0}, "train.states is a share, from 0 to below 1, got 1.0"),
+        ({"mlp_dim": 0}, "train.mlp_dim must be at least 1, or null, got 0"),
+    ],
+)
+def test_what_is_wrong_is_said(keys, line, monkeypatch):
+    unchecked(monkeypatch)
+    with pytest.raises(UserError, match=f"^{line}$"):
+        TrainEagle(**keys)
