@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SHOWN = 50  # rows of a picture; the table has all
 PANELS = 8  # tasks of a picture
+ACROSS = 9  # kinds of prompt side by side: more stand below
 TRACED = 6  # lines of a picture that have a colour and a name
 LEAST = 5  # drafts that a share is of
 STYLES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
@@ -168,28 +169,35 @@ def categories(group: Group, colours: Mapping[str, str]) -> Picture | None:
     shown = found[:SHOWN]
     timed = any(number_at(row, "speedup.value") is not None for r in shown for row in _categories(r).values())
     path = "speedup.value" if timed else "tokens_per_step"
-    slanted = max(len(name) for name in names) * len(names) > 52
-    with canvas((1.25 if slanted else 0.55) + ROW * len(shown)) as (figure, axes):
-        for y, row in enumerate(shown):
-            for x, name in enumerate(names):
-                value = number_at(_categories(row).get(name), path)
-                if value is None:
-                    axes.text(x, y, "–", ha="center", va="center", color=LIGHT["muted"])
-                    continue
-                strength = min(1.0, abs(log2(max(value, 1e-3))) / 2)
-                colour = LIGHT["good"] if value >= 1 else LIGHT["bad"]
-                axes.barh(y, 0.96, 0.9, left=x - 0.48, color=colour, alpha=round(0.06 + 0.6 * strength, 2), linewidth=0)
-                axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=LIGHT["text"])
-        name_rows(axes, shown)
-        axes.set_xlim(-0.52, len(names) - 0.48)
-        axes.xaxis.tick_top()
-        axes.set_xticks(range(len(names)), [shorten(name, 22) for name in names])
-        if slanted:
-            for label in axes.get_xticklabels():
-                label.set(rotation=30, ha="left", rotation_mode="anchor")
+    count = ceil(len(names) / ACROSS)
+    across = ceil(len(names) / count)  # evenly, and none so narrow that its numbers touch
+    blocks = [names[at : at + across] for at in range(0, len(names), across)]
+    slanted = max(len(name) for name in names) * across > 52
+    with canvas(count * ((1.25 if slanted else 0.55) + ROW * len(shown)), rows=count) as (figure, grid):
+        for axes, block in zip(list(grid) if count > 1 else [grid], blocks, strict=True):
+            for y, row in enumerate(shown):
+                for x, name in enumerate(block):
+                    _cell(axes, x, y, number_at(_categories(row).get(name), path))
+            name_rows(axes, shown)
+            axes.set_xlim(-0.52, across - 0.48)
+            axes.xaxis.tick_top()
+            axes.set_xticks(range(len(block)), [shorten(name, 22) for name in block])
+            if slanted:
+                for label in axes.get_xticklabels():
+                    label.set(rotation=30, ha="left", rotation_mode="anchor")
     what = "Speedup" if timed else "Tokens per step"
     about = f"{what} by the kind of prompt; green is more than plain decoding, red is less."
     return Picture("categories", "By category", about + _more(found), figure)
+
+
+def _cell(axes: "Axes", x: int, y: int, value: float | None) -> None:
+    if value is None:
+        axes.text(x, y, "–", ha="center", va="center", color=LIGHT["muted"])
+        return
+    strength = min(1.0, abs(log2(max(value, 1e-3))) / 2)
+    colour = LIGHT["good"] if value >= 1 else LIGHT["bad"]
+    axes.barh(y, 0.96, 0.9, left=x - 0.48, color=colour, alpha=round(0.06 + 0.6 * strength, 2), linewidth=0)
+    axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=LIGHT["text"])
 
 
 def quality(group: Group, colours: Mapping[str, str]) -> Picture | None:
