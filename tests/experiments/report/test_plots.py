@@ -91,6 +91,16 @@ def test_untimed_categories_show_tokens_a_step():
     assert texts(picture).count("1.50") == 2
 
 
+def test_many_categories_stand_in_blocks():
+    """22 side by side would be 22 numbers on top of each other."""
+    many = {f"kind {n}": {"n": 1, "speedup": interval(1.0 + n / 100), "tokens_per_step": 1.5} for n in range(22)}
+    blocks = drawn(run(by_category=many))["categories"].figure.axes
+    assert [[label.get_text() for label in axes.get_xticklabels()] for axes in blocks] == [
+        [f"kind {n}" for n in range(*ends)] for ends in ((0, 8), (8, 16), (16, 22))
+    ]
+    assert len({axes.get_xlim() for axes in blocks}) == 1
+
+
 def test_quality_has_a_panel_a_task_with_its_front(full: Mapping[str, Picture]):
     """Row a is faster and better than b; c is broken, so its score counts for nothing."""
     panels = full["quality"].figure.axes
