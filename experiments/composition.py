@@ -113,8 +113,10 @@ def _pair(drafting: DrafterSettings, acceptance: Acceptance) -> tuple[list[str],
 
 def _chain_form(drafting: DrafterSettings) -> str | None:
     """The key with which this drafter proposes a chain."""
+    if not is_dataclass(drafting) or "tree" not in {field.name for field in fields(drafting)}:
+        return None
     branches = isinstance(getattr(drafting, "tree", None), bool)
-    if not is_dataclass(drafting) or not (branches or isinstance(drafting, HasTree)):
+    if not (branches or isinstance(drafting, HasTree)):
         return None
     value = False if branches else "chain"
     chained: Any = replace(drafting, tree=value)
