@@ -65,7 +65,8 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
 
 def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     """Quality against the reference run: what `quality.against` of a result holds."""
-    differs = ", ".join(found["differs_in"]) or "nothing that is recorded"
+    differing = [*found["differs_in"], *dict.fromkeys(one["what"] for one in found["allowed"])]
+    differs = ", ".join(differing) or "nothing that is recorded"
     yield Text(f"against {found['reference']['folder']}, which differs in {differs}")
     table = columns("task", "ref.", "difference [95 %]", "flips", "p", "verdict")
     for name, task in found["tasks"].items():

@@ -673,7 +673,7 @@ def test_the_table():
     runs[0] = replace(runs[0], digests={"weights": "other", "draft": None})
     lines = shown(compare(*runs, epsilon=0.02, allow=["batch"]))
     text = " ".join(lines)
-    assert lines[0] == "against runs/here, which differs in digests.weights"
+    assert lines[0] == "against runs/here, which differs in digests.weights, batch"
     assert any(
         line.startswith("arc ") and "0.945  -0.082 [-0.141, -0.025]" in line and "+12 −30" in line for line in lines
     )
