@@ -2,12 +2,14 @@
 
 import random
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decodelab.decoding import reference
+from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
+from decodelab.decoding.draft import Drafter
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.training import Text
@@ -56,3 +58,12 @@ def said(count: int, seed: int = 2, tokens: int = 20) -> tuple[Text, ...]:
     prompts = [sentence[:6] for sentence in sentences(count, seed)]
     done = reference.generate(taught(), [ask(p, Greedy(), tokens) for p in prompts], Greedy().law())
     return tuple(Text((*p, *g.tokens), len(p)) for p, g in zip(prompts, done, strict=True))
+
+
+def tokens_per_step(drafter: Drafter[Any]) -> float:
+    """On beginnings that nothing was learnt from; the output is plain decoding's."""
+    requests = [ask(sentence[:6], Greedy(), 20) for sentence in sentences(8, seed=5)]
+    done = loop.generate(taught(), requests, drafter, Greedy())
+    want = reference.generate(taught(), requests, Greedy().law())
+    assert [g.tokens for g in done] == [w.tokens for w in want]
+    return sum(s.emitted for g in done for s in g.steps) / sum(len(g.steps) for g in done)

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.draft import Opened, Room, Seen
 from decodelab.decoding.errors import UserError
@@ -12,15 +11,7 @@ from decodelab.drafting.eagle_head import EagleHead
 from decodelab.drafting.eagle_training import EagleObjective, TrainEagle, first
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import ask
-from decodelab.tests.taught import said, sentences, taught
-
-
-def tokens_per_step(drafter) -> float:
-    requests = [ask(sentence[:6], Greedy(), 20) for sentence in sentences(8, seed=5)]
-    done = loop.generate(taught(), requests, drafter, Greedy())
-    want = reference.generate(taught(), requests, Greedy().law())
-    assert [g.tokens for g in done] == [w.tokens for w in want]
-    return sum(s.emitted for g in done for s in g.steps) / sum(len(g.steps) for g in done)
+from decodelab.tests.taught import said, taught, tokens_per_step
 
 
 @pytest.mark.parametrize(
