@@ -22,6 +22,7 @@ from torch import Tensor
 from ..attention.rows import chains
 from .draft import Drafter
 from .errors import UserError
+from .law import LawSettings
 from .model.decoder import Decoder, Tap
 from .model.source import Source
 from .model.storage import atomic_file
@@ -59,23 +60,35 @@ class Objective(Protocol):
     def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What was learnt, judged on prompts kept back. `value` decides, the higher the better; `facts` are told."""
+
+    value: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Learner(Protocol):
-    """What is trained, as a drafter: as it is now, and as a file of a folder; `about` goes into its note."""
+    """What is trained, as it is now: `save` makes a folder of it; `about` goes into its note."""
 
     @property
     def objective(self) -> Objective: ...
-    def drafter(self) -> Drafter[Any]: ...
     def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What was learnt, judged on prompts kept back. `value` decides: the predicted speedup."""
+@runtime_checkable
+class Drafts(Learner, Protocol):
+    """It is a drafter, and judged by what drafting with it is worth. `law`: the target's."""
 
-    value: float
-    tokens_per_step: float
-    acceptance: tuple[float, ...]
+    def drafter(self, law: LawSettings) -> Drafter[Any]: ...
+
+
+@runtime_checkable
+class Stands(Learner, Protocol):
+    """It stands in the target's place, and judges itself against it on what the target said."""
+
+    def score(self, texts: Sequence[Text]) -> Score: ...
 
 
 @runtime_checkable
@@ -87,7 +100,7 @@ class Trains(Protocol):
     @property
     def schedule(self) -> "Schedule": ...
     def check(self, target: Source) -> Mapping[str, Tensor] | None: ...
-    def learner(self, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> Learner: ...
+    def learner(self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> Learner: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +268,12 @@ def _judge(
             "tokens": course.tokens,
             "loss": sum(course.losses) / len(course.losses),
             **parts,
-            "predicted_speedup": score.value,
-            "tokens_per_step": score.tokens_per_step,
-            "acceptance": list(score.acceptance),
+            "value": score.value,
+            **score.facts,
         }
     )
     course.losses = []
-    if course.best is None or score.value > course.rows[course.best]["predicted_speedup"]:
+    if course.best is None or score.value > course.rows[course.best]["value"]:
         course.best = len(course.rows) - 1
         keep()
     if told is not None:
@@ -269,7 +281,7 @@ def _judge(
 
 
 def _note(course: Course, loss: float) -> str:
-    best = "" if course.best is None else f", best predicted {course.rows[course.best]['predicted_speedup']:.2f}×"
+    best = "" if course.best is None else f", best so far {course.rows[course.best]['value']:.3f}"
     return f"loss {loss:.3f}{best}"
 
 

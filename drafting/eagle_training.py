@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ..decoding.errors import UserError
+from ..decoding.law import LawSettings
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Decoder, Tap
 from ..decoding.model.source import Source
@@ -99,7 +100,7 @@ class TrainEagle:
         taps: tuple[Tap, ...] = three_taps(target.layers) if self.version == 3 else ("final",)
         return HeadConfig(ModelConfig.from_hf(layer), taps, target.dim, target.vocab)
 
-    def learner(self, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "EagleLearner":
+    def learner(self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "EagleLearner":
         config = self.config(target.config)
         begun = first(config, seed) if start is None else {name: tensor.clone() for name, tensor in start.items()}
         parameters = {name: tensor.to(target.device).requires_grad_() for name, tensor in begun.items()}
@@ -230,7 +231,7 @@ class EagleLearner:
     objective: EagleObjective
     target: Decoder
 
-    def drafter(self) -> EagleDrafter:
+    def drafter(self, law: LawSettings) -> EagleDrafter:
         target = self.target
         tensors = self.objective.tensors(target.dtype)
         return EagleDrafter(Eagle(), EagleHead(self.objective.config, tensors, target.embedding, target.unembedding))

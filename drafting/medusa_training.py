@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..decoding.errors import UserError
+from ..decoding.law import LawSettings
 from ..decoding.model.decoder import Decoder, Tap
 from ..decoding.model.source import Source
 from ..decoding.model.storage import atomic_file
@@ -65,7 +66,9 @@ class TrainMedusa:
             )
         return found
 
-    def learner(self, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "MedusaLearner":
+    def learner(
+        self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None
+    ) -> "MedusaLearner":
         """`start`: heads to go on from, by the names of their file."""
         dim, parameters = target.config.dim, dict[str, Tensor]()
         for i in range(self.heads):
@@ -124,7 +127,7 @@ class MedusaLearner:
     objective: MedusaObjective
     target: Decoder
 
-    def drafter(self) -> MedusaDrafter:
+    def drafter(self, law: LawSettings) -> MedusaDrafter:
         tensors = {name: tensor.detach() for name, tensor in self.objective.parameters.items()}
         target = self.target
         heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from rich.console import Console
 
 from ..decoding import loop
 from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, predict
-from ..decoding.draft import Drafter
 from ..decoding.errors import UserError
 from ..decoding.events import finish
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import Source, open_source
 from ..decoding.request import Request
-from ..decoding.training import Course, Score, Text, train
+from ..decoding.training import Course, Drafts, Score, Stands, Text, train
 from . import hardware
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
@@ -51,8 +51,9 @@ class Judge:
     seed: int
     costs: tuple[Profile, DraftCost]
 
-    def __call__(self, drafter: Drafter[Any]) -> Score:
+    def __call__(self, learner: Drafts) -> Score:
         lab = self.lab
+        drafter = learner.drafter(lab.acceptance.law())
         done = loop.generate(lab.target, list(self.requests), drafter, lab.acceptance, seed=self.seed)
         steps = [step for g in done for step in g.steps]
         found = acceptance(steps)
@@ -60,7 +61,8 @@ class Judge:
         if value is None:
             raise UserError("no answer to a prompt kept back has a second token: give other prompts, or more of them")
         rates = tuple(at["rate"] for at in found["acceptance_by_position"])
-        return Score(value, found["tokens_per_step"], rates)
+        facts = {"predicted_speedup": value, "tokens_per_step": found["tokens_per_step"], "acceptance": rates}
+        return Score(value, facts)
 
 
 def train_job(config: RunConfig) -> int:
@@ -81,11 +83,16 @@ def train_job(config: RunConfig) -> int:
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
         lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
         rows = answered(lab, task, config, folder / ANSWERS, watch.step)
-        back, texts = _split(rows, settings.schedule.held_back, settings.schedule.longest)
-        learner = settings.learner(target, config.seed, start)
-        requests = [r for r, row in zip(_requests(lab, task, config), rows, strict=True) if row["id"] in back]
-        costs = _costs(folder / COSTS, lab, learner.drafter(), requests, config.seed, watch.step)
-        judge = Judge(lab, requests, config.seed, costs)
+        texts, held = _split(rows, settings.schedule.held_back, settings.schedule.longest)
+        back = {row["id"] for row in held}
+        learner = settings.learner(source, target, config.seed, start)
+        if isinstance(learner, Drafts):
+            requests = [r for r, row in zip(_requests(lab, task, config), rows, strict=True) if row["id"] in back]
+            costs = _costs(folder / COSTS, lab, learner, requests, config.seed, watch.step)
+            judge = partial(Judge(lab, requests, config.seed, costs), learner)
+        else:
+            assert isinstance(learner, Stands)
+            judge = partial(learner.score, [_text(row) for row in held if len(row["tokens"]) > 1])
         identity = {
             "kind": settings.kind,
             "settings": config.resolved["train"],
@@ -107,7 +114,7 @@ def train_job(config: RunConfig) -> int:
             seed=config.seed,
             state=folder / STATE,
             identity=identity,
-            judge=lambda: judge(learner.drafter()),
+            judge=judge,
             keep=lambda: learner.save(folder, source, about),
             progress=lambda done, steps, note: watch.step("training", done, steps, note),
         )
@@ -157,15 +164,17 @@ def _digest(found: Any) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _split(rows: Sequence[Mapping[str, Any]], held_back: int, longest: int) -> tuple[set[str], list[Text]]:
-    """(ids of those kept back, chosen by a hash; the texts of the others that are not longer than `longest`)."""
+def _split(
+    rows: Sequence[Mapping[str, Any]], held_back: int, longest: int
+) -> tuple[list[Text], list[Mapping[str, Any]]]:
+    """(the texts that are learnt from, none longer than `longest`; the rows kept back, chosen by a hash)."""
     if len(rows) <= held_back:
         raise UserError(
             f"train.schedule.held_back={held_back} of {len(rows)} prompts leaves none to learn from: give more"
         )
     back = set(sorted((row["id"] for row in rows), key=_digest)[:held_back])
     texts = [
-        Text((*row["prompt"], *row["tokens"]), len(row["prompt"]))
+        _text(row)
         for row in rows
         if row["id"] not in back and len(row["tokens"]) > 2 and len(row["prompt"]) + len(row["tokens"]) <= longest
     ]
@@ -173,13 +182,17 @@ def _split(rows: Sequence[Mapping[str, Any]], held_back: int, longest: int) -> t
         raise UserError(
             f"no text to learn from: it takes answers of 3 tokens, in texts of at most train.schedule.longest={longest}"
         )
-    return back, texts
+    return texts, [row for row in rows if row["id"] in back]
+
+
+def _text(row: Mapping[str, Any]) -> Text:
+    return Text((*row["prompt"], *row["tokens"]), len(row["prompt"]))
 
 
 def _costs(
     file: Path,
     lab: Lab,
-    drafter: Drafter[Any],
+    learner: Drafts,
     requests: Sequence[Request],
     seed: int,
     progress: Callable[[str, int, int], None],
@@ -192,6 +205,7 @@ def _costs(
     progress("costs", 0, 1)
     context = max(len(r.prompt) for r in requests)
     profile = measure_target(lab.target, context=min(context, lab.context // 2))
+    drafter = learner.drafter(lab.acceptance.law())
     cost = draft_cost(lab.target, drafter, lab.acceptance, list(requests[:_SOME]), seed=seed)
     found = {"context": profile.context, "seconds": profile.seconds, "draft": asdict(cost)}
     write_atomic(file, json.dumps(found, indent=1) + "\n")

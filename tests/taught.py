@@ -12,7 +12,9 @@ from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.draft import Drafter
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
+from decodelab.decoding.model.source import Source
 from decodelab.decoding.training import Text
+from decodelab.testing import tiny_tokenizer
 from decodelab.tests.rigged import ask
 
 SIZES = {
@@ -36,7 +38,7 @@ def sentences(count: int, seed: int) -> list[list[int]]:
 
 
 @cache
-def taught() -> Decoder:
+def taught_source() -> Source:
     """Trained from scratch in a few seconds."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -49,7 +51,14 @@ def taught() -> Decoder:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return Decoder(ModelConfig.from_hf(model.config), model.state_dict(), dtype=torch.float32)
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return Source("taught", model.config, tiny_tokenizer(), (), "0" * 64, 0, lambda progress: tensors)
+
+
+@cache
+def taught() -> Decoder:
+    source = taught_source()
+    return Decoder(ModelConfig.from_hf(source.config), source.tensors(), dtype=torch.float32)
 
 
 @cache

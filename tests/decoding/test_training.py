@@ -42,7 +42,7 @@ def run(
 
     def judge() -> Score:
         value = next(scores) if judged else 10.0 - abs(4.5 - float(objective.x.detach()))
-        return Score(value, 1.5, (0.5,))
+        return Score(value, {"tokens_per_step": 1.5})
 
     schedule = Schedule(**({"batch": 4, "every": 2, "epochs": 4, "learning_rate": 0.5} | keys))
     return train(
@@ -131,7 +131,7 @@ def test_a_state_of_another_training_is_refused(tmp_path: Path):
     file = tmp_path / "state.safetensors"
     with pytest.raises(UserError, match=r"state\.safetensors is of another training: of differ; name another output"):
         train(
-            Mean(), TEXTS, Schedule(), seed=3, state=file, identity={"of": "else"}, judge=lambda: Score(1, 1, ()),
+            Mean(), TEXTS, Schedule(), seed=3, state=file, identity={"of": "else"}, judge=lambda: Score(1.0),
             keep=lambda: None,
         )  # fmt: skip
     file.write_bytes(b"torn")

@@ -11,7 +11,7 @@ from decodelab.drafting.eagle_head import EagleHead
 from decodelab.drafting.eagle_training import EagleObjective, TrainEagle, first
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import ask
-from decodelab.tests.taught import said, taught, tokens_per_step
+from decodelab.tests.taught import said, taught, taught_source, tokens_per_step
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from decodelab.tests.taught import said, taught, tokens_per_step
 def test_a_head_learns_what_comes_behind(keys, tmp_path):
     schedule = Schedule(epochs=6, batch=8, every=16, learning_rate=0.01)
     settings = TrainEagle(rows=None, schedule=schedule, **keys)
-    learner = settings.learner(taught(), 0, None)
-    begun = tokens_per_step(learner.drafter())
+    learner = settings.learner(taught_source(), taught(), 0, None)
+    begun = tokens_per_step(learner.drafter(Greedy().law()))
     course = train(
         learner.objective,
         said(64),
@@ -29,12 +29,12 @@ def test_a_head_learns_what_comes_behind(keys, tmp_path):
         seed=0,
         state=tmp_path / "state.safetensors",
         identity={},
-        judge=lambda: Score(tokens_per_step(learner.drafter()), 1.0, ()),
+        judge=lambda: Score(tokens_per_step(learner.drafter(Greedy().law()))),
         keep=lambda: None,
     )
     assert course.rows[-1]["loss_1"] < course.rows[0]["loss_1"]
     assert begun < 2.0
-    assert tokens_per_step(learner.drafter()) > begun + 0.8
+    assert tokens_per_step(learner.drafter(Greedy().law())) > begun + 0.8
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -1,19 +1,20 @@
 import pytest
 import torch
 
+from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.errors import UserError
 from decodelab.decoding.training import Schedule, Score, Teacher, Text, train
 from decodelab.drafting.medusa_training import TrainMedusa
-from decodelab.tests.taught import said, taught, tokens_per_step
+from decodelab.tests.taught import said, taught, taught_source, tokens_per_step
 
 
 def test_a_head_begins_as_the_target_and_learns_what_comes_behind(tmp_path):
     settings = TrainMedusa(heads=2, rows=None, schedule=Schedule(epochs=8, batch=8, every=16, learning_rate=0.02))
-    learner = settings.learner(taught(), 0, None)
-    begun = tokens_per_step(learner.drafter())
+    learner = settings.learner(taught_source(), taught(), 0, None)
+    begun = tokens_per_step(learner.drafter(Greedy().law()))
 
     def judge() -> Score:
-        return Score(tokens_per_step(learner.drafter()), 1.0, ())
+        return Score(tokens_per_step(learner.drafter(Greedy().law())))
 
     course = train(
         learner.objective,
@@ -28,7 +29,7 @@ def test_a_head_begins_as_the_target_and_learns_what_comes_behind(tmp_path):
     assert course.rows[-1]["loss"] < course.rows[0]["loss"] / 2
     assert {"loss_1", "loss_2"} <= course.rows[0].keys()
     assert begun < 1.5
-    assert tokens_per_step(learner.drafter()) > begun + 0.5
+    assert tokens_per_step(learner.drafter(Greedy().law())) > begun + 0.5
 
 
 def test_labels_stand_two_and_more_behind_and_none_is_of_the_prompt():
@@ -42,7 +43,7 @@ def test_labels_stand_two_and_more_behind_and_none_is_of_the_prompt():
         logits = torch.nn.functional.linear(hidden["final"][rows], target.unembedding.dense())
         labels = torch.tensor([text.tokens[t + 2 + head] for t in rows])
         want.append(float(torch.nn.functional.cross_entropy(logits, labels)))
-    learner = TrainMedusa(heads=2, rows=None, decay=0.5).learner(target, 0, None)
+    learner = TrainMedusa(heads=2, rows=None, decay=0.5).learner(taught_source(), target, 0, None)
     loss = learner.objective.loss([text], 0.0, torch.Generator())
     assert list(loss.parts.values()) == pytest.approx(want, rel=1e-4)
     assert float(loss.value.detach()) == pytest.approx(want[0] + 0.5 * want[1], rel=1e-4)
@@ -59,7 +60,7 @@ def test_a_text_learns_the_same_beside_others():
 
 
 def test_some_rows_are_drawn():
-    learner = TrainMedusa(heads=1, rows=5).learner(taught(), 0, None)
+    learner = TrainMedusa(heads=1, rows=5).learner(taught_source(), taught(), 0, None)
     texts = said(4)
     a, b, c = (
         float(learner.objective.loss(texts, 0.0, torch.Generator().manual_seed(s)).value.detach()) for s in (0, 0, 1)
