@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..attention.cache import Cache
-from .errors import UserError
+from ..errors import UserError
 from .law import LawSettings, Processors
 from .model.decoder import Decoder, Tap
 from .noise import Noise

@@ -25,7 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .errors import UserError
+from ..errors import UserError
 from .noise import Noise, gumbels
 
 BadWord = str | tuple[int, ...]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..attention.cache import Cache
 from ..attention.rows import Rows
+from ..errors import UserError
 from .acceptance import Verdict
 from .acceptance.rule import children
 from .draft import Draft, Needs, Room, Seen
-from .errors import UserError
 from .events import Generation, Step
 from .model.decoder import Output
 from .request import Request

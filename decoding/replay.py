@@ -12,9 +12,9 @@ import torch
 
 from ..attention.cache import DenseCache
 from ..attention.layout import uniform
+from ..errors import UserError
 from .acceptance.rule import Verdict, walk
 from .draft import EMPTY, Draft, Drafter, Needs, Opened, Seen
-from .errors import UserError
 from .events import Generation
 from .live import Live, each_of
 from .noise import Noise

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .errors import UserError
+from ..errors import UserError
 from .law import LawSettings, Processors
 from .noise import mix
 from .stopping import StopRule

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import UserError
+from ..errors import UserError
 
 Reason = Literal["eos", "stop", "length", "context"]
 

@@ -20,8 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..attention.rows import chains
+from ..errors import UserError
 from .draft import Drafter
-from .errors import UserError
 from .law import LawSettings
 from .model.decoder import Decoder, Tap
 from .model.source import Source

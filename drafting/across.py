@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Room, Seen, chain
-from ..decoding.errors import UserError
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .second_model import Reader, Reading, by_cache
 
 WINDOW = 32  # of the target's last tokens, at least so many are encoded anew

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Protocol, TypeVar, runtime_checkable
 
 from ..decoding.draft import EMPTY, Draft, Room, tree
-from ..decoding.errors import UserError
+from ..errors import UserError
 from .suffix_array import DEPTH
 
 Node = TypeVar("Node")

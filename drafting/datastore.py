@@ -18,9 +18,9 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 from ..decoding.draft import Resources
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source
 from ..decoding.model.storage import Progress, atomic_file, cache_dir, file_digest
+from ..errors import UserError
 from .suffix_array import BORDER, DEPTH, SuffixArray, sort_places
 from .trained import NOTE
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, chain
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings, Processors, keyed_scores, perturbed
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .across import LONGER, MARGIN, Bridge, Shared, TextDrafter, Window
 from .second_model import Reader, Reading, by_cache
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from ..attention.cache import Cache, DenseCache, Placement
 from ..attention.rows import Rows, chains
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, tree
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source
 from ..decoding.noise import Noise
+from ..errors import UserError
 from ..kernels.verify_attention import causal_attention, verify_attention
 from .eagle_head import EagleHead, read_config, read_tensors
 from .trained import open_trained

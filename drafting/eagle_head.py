@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..decoding.errors import UserError
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Tap
 from ..decoding.model.source import Source
+from ..errors import UserError
 from ..kernels.linear import Linear
 from .trained import Trained
 

@@ -19,13 +19,13 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Decoder, Tap
 from ..decoding.model.source import Source
 from ..decoding.model.storage import atomic_file
 from ..decoding.training import Loss, Schedule, Teacher, Text
+from ..errors import UserError
 from .eagle import FILES, Eagle, EagleDrafter
 from .eagle_head import EagleHead, HeadConfig, dense, note, read_config, read_tensors, three_taps
 from .trained import open_trained

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen, chain
-from ..decoding.errors import UserError
 from ..decoding.noise import Noise
+from ..errors import UserError
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ from torch import Tensor
 from ..attention.layout import Layout
 from ..attention.rows import chains
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen, chain
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings, keyed_scores
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.source import Source
 from ..decoding.noise import Noise
+from ..errors import UserError
 
 KIND = "layer_skip"
 

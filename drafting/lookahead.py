@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
-from ..decoding.errors import UserError
 from ..decoding.noise import Noise, mix
+from ..errors import UserError
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source
 from ..decoding.noise import Noise
+from ..errors import UserError
 from ..kernels.linear import Linear
 from .trained import Trained, open_trained
 from .trees import TreeShape, Wanted, asked, file_of, listed, optimal

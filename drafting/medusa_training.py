@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.decoder import Decoder, Tap
 from ..decoding.model.source import Source
 from ..decoding.model.storage import atomic_file
 from ..decoding.training import Loss, Schedule, Teacher, Text
+from ..errors import UserError
 from .medusa import FILES, MedusaDrafter, MedusaHeads, bare, check_shapes, count_heads, guessed, note
 from .trained import open_trained
 

@@ -23,8 +23,8 @@ from ..decoding.draft import (
     Room,
     Seen,
 )
-from ..decoding.errors import UserError
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .budget import Estimate, allocate, reach
 
 Order = Literal["together", "first"]

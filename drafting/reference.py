@@ -9,8 +9,8 @@ from math import inf
 from typing import Any, ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
-from ..decoding.errors import UserError
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .copying import Copying
 from .suffix_automaton import BORDER, SuffixAutomaton
 

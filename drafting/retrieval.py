@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .continuations import check_bounds, continue_from
 from .datastore import Datastore
 from .suffix_array import Texts

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .continuations import Continuations, Followed, Node, check_bounds, continue_from
 from .datastore import Datastore
 from .suffix_array import Memory, SuffixArray, Texts

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
-from ..decoding.errors import UserError
 from ..decoding.noise import Noise
+from ..errors import UserError
 from .trees import MOST, TreeShape, Wanted, asked, file_of, optimal
 
 Table = dict[int, tuple[int, ...]]  # a token's likeliest followers, likeliest first

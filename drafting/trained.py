@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source
+from ..errors import UserError
 
 NOTE = "decodelab"  # the key of our note in a file's metadata
 CONFIG = "config.json"

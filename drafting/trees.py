@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..decoding.cost import DraftCost, Profile, gain
-from ..decoding.errors import UserError
 from ..decoding.events import Step
+from ..errors import UserError
 
 Ranks = tuple[int, ...]
 Wanted = str | tuple[int, ...] | tuple[tuple[int, ...], ...]  # of a setting: a file or chain, widths, or paths

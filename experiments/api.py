@@ -14,11 +14,11 @@ import torch
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
-from ..decoding.errors import UserError
 from ..decoding.events import Generation, finish
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, named, open_source
+from ..errors import UserError
 from .compose import described, groups
 from .composition import resolve_device, resolve_dtype, resolve_pair
 from .config import DTYPES, RunConfig

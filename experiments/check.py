@@ -10,10 +10,10 @@ from rich.table import Table
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings, Needs
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
+from ..errors import UserError
 from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
 from .format import counted, size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from .. import __version__
-from ..decoding.errors import UserError
+from ..errors import UserError
 from .compose import CONFIGS, Composer, defaults, groups
 from .construct import did_you_mean
 from .files import FULL

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.source import Source
+from ..errors import UserError
 from .metrics import mean, ratio
 
 PROMPT_LOOKUP_TOKENS = 10

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
-from ..decoding.errors import UserError
+from ..errors import UserError
 from .construct import Constructor, UnknownKeyError, as_list, did_you_mean, shown
 
 if TYPE_CHECKING:  # --help waits for neither torch nor Hydra

@@ -10,12 +10,12 @@ import torch
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings
 from ..decoding.model.source import ModelSpec, Source
 from ..decoding.replay import needs_model
 from ..drafting.draft_model import DraftSpec
 from ..drafting.trees import HasTree
+from ..errors import UserError
 from .config import RunConfig
 from .tasks import Task
 

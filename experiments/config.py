@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
-from ..decoding.errors import UserError
 from ..decoding.model.source import ModelSpec
 from ..decoding.training import Trains
+from ..errors import UserError
 from .quality.settings import QualitySettings, TaskSpec
 from .sweep.settings import CellSettings, SearchSettings
 from .tasks import TaskSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ..decoding.errors import UserError
+from ..errors import UserError
 
 _NOUNS: Mapping[Any, tuple[str, str]] = {
     int: ("an integer", "integers"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..decoding.errors import UserError
+from ..errors import UserError
 
 SCHEMA = 1  # of result.json
 MIRRORED = "wandb"  # the folder of a run in which wandb keeps what it has of it

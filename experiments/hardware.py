@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..decoding.errors import UserError
 from ..decoding.model.storage import atomic_file, cache_dir
+from ..errors import UserError
 from ..kernels.linear import Linear
 from .composition import native_bfloat16
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..decoding.errors import UserError
 from ..decoding.model.source import ModelSpec, Source, open_source
+from ..errors import UserError
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .lab import Progress, draft_digest

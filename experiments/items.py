@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ..decoding.errors import UserError
+from ..errors import UserError
 
 GOLD = (
     "reference", "answer", "aliases", "solution", "response", "target", "code", "after", "correct_answers",

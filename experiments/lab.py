@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from ..decoding import loop, reference
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import Drafter, DrafterSettings, ReadsFiles, Remembers, Resources
-from ..decoding.errors import UserError
 from ..decoding.events import Generation
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
@@ -20,6 +19,7 @@ from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.model.storage import file_digest
 from ..decoding.request import Request, request
 from ..drafting.none import Nothing
+from ..errors import UserError
 from .composition import draft_models
 
 Progress = Callable[[str, int, int], None]

@@ -21,7 +21,6 @@ from ..attention.layout import Layout
 from ..attention.rows import Rows, chains
 from ..decoding import reference
 from ..decoding.cost import DraftCost, Profile, measure_target, predict
-from ..decoding.errors import UserError
 from ..decoding.law import LawSettings, keyed_scores
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
@@ -31,6 +30,7 @@ from ..decoding.reference import PREFILL_CHUNK
 from ..decoding.request import Request
 from ..drafting.layer_skip import KIND, kept
 from ..drafting.none import Nothing
+from ..errors import UserError
 from . import hardware
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from ..decoding.errors import UserError
 from ..decoding.events import Generation, finish
 from ..decoding.model.storage import cache_dir, explained
 from ..decoding.request import Request
+from ..errors import UserError
 from . import exactness, metrics
 from .compare_hf import HfPeer
 from .exactness import Divergence

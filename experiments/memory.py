@@ -6,10 +6,10 @@ from math import prod
 import torch
 
 from ..decoding.draft import DrafterSettings
-from ..decoding.errors import UserError
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.source import Source, open_source
 from ..decoding.model.weights import shapes_of
+from ..errors import UserError
 from .composition import draft_specs
 from .format import size
 from .hardware import available_memory

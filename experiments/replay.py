@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..decoding import cost
 from ..decoding.draft import DrafterSettings, Resources
-from ..decoding.errors import UserError
 from ..decoding.events import Generation
 from ..decoding.law import LawSettings
 from ..decoding.model.source import ModelSpec, open_source
 from ..decoding.replay import replay
 from ..decoding.request import Request, request
 from ..drafting.suffix_array import BORDER
+from ..errors import UserError
 from .files import read_result
 from .format import was_busy
 from .items import GOLD, Row

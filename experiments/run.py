@@ -14,8 +14,8 @@ from rich.console import Console
 
 from ..decoding import cost
 from ..decoding.draft import Resources
-from ..decoding.errors import UserError
 from ..decoding.model.source import Source, open_source
+from ..errors import UserError
 from . import hardware, load, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, unused_gpu

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..decoding.errors import UserError
+from ..errors import UserError
 from .items import Item, Row, conversation, read_item
 
 TASKS = {"demo": Path(__file__).with_name("demo.jsonl")}

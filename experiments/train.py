@@ -16,12 +16,12 @@ from rich.console import Console
 
 from ..decoding import loop
 from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, predict
-from ..decoding.errors import UserError
 from ..decoding.events import finish
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import Source, open_source
 from ..decoding.request import Request
 from ..decoding.training import Course, Drafts, Score, Stands, Text, train
+from ..errors import UserError
 from . import hardware
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig

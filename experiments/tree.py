@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ..decoding.cost import DraftCost, Profile, gain
 from ..decoding.draft import DrafterSettings
-from ..decoding.errors import UserError
 from ..drafting.trees import HasTree, TreeShape, expected, fastest, measured, optimal, write_tree
+from ..errors import UserError
 from .construct import Constructor
 from .files import read_result, result_files
 from .format import counted, percent, was_busy

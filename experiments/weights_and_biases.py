@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..decoding.errors import UserError
+from ..errors import UserError
 from .files import read_lines
 from .tracking import RunInfo, Tracker, Untracked
 

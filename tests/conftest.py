@@ -37,8 +37,8 @@ def real_models() -> Iterator[Path]:
     The default model is fetched into the user's cache if it is not there yet, as any command would; skips where it
     cannot be had.
     """
-    from decodelab.decoding.errors import UserError
     from decodelab.decoding.model.source import ModelSpec, open_source
+    from decodelab.errors import UserError
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DECODELAB_CACHE", str(CACHE))

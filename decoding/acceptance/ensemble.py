@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ...errors import UserError
 from ..draft import Draft, Shape
-from ..errors import UserError
 from ..law import BadWord, Law, LawSettings, law_of
 from ..noise import Noise
 from .rule import Guarantee, Verdict

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import exp
 from typing import ClassVar, Literal
 
+from ...errors import UserError
 from ..draft import Draft, Shape
-from ..errors import UserError
 from ..law import Law, LawSettings, best, law_of
 from ..noise import Noise
 from .rule import Guarantee, Verdict

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError
+from ...errors import UserError
 from .storage import file_digest
 from .weights import StoredTensors, read_headers, read_json
 

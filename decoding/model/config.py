@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...attention.layout import Layout, uniform
-from ..errors import UserError
+from ...errors import UserError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 _ROPE = ("default", "linear", "llama3", "yarn")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...attention.cache import Cache, DenseCache, Placement
 from ...attention.rows import Rows
+from ...errors import UserError
 from ...kernels.linear import Linear
 from ...kernels.verify_attention import causal_attention, row_invariant, verify_attention
-from ..errors import UserError
 from .config import ModelConfig
 
 # The residual stream that enters layer i (i = layers: that leaves the last one), or what the unembedding reads.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..errors import UserError
+from ...errors import UserError
 from .storage import Progress, atomic_file, cache_dir, explained, first_line
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")

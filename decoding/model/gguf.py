@@ -19,7 +19,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..errors import UserError
+from ...errors import UserError
 from .config import ModelConfig
 from .storage import Progress, atomic_file, atomic_folder, cache_dir, first_line
 from .weights import check_shapes, shapes_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
-from ..errors import UserError
+from ...errors import UserError
 from .fetch import ADAPTER_FILES, EMBEDDED, MODEL_FILES, NotHere, check_sha256, fetch_hub, fetch_packaged
 from .storage import Progress, cache_dir, file_digest, first_line
 

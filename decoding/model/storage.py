@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import UserError
+from ...errors import UserError
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
 

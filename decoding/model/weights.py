@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import UserError
+from ...errors import UserError
 from .config import ModelConfig
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

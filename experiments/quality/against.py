@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..files import read_result, write_atomic, write_result
 from ..statistics import (
     SIGNIFICANT,

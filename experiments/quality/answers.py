@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..result import run_key
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..construct import did_you_mean
 from .run_quality import RunQuality, pairs_of
 from .settings import Difference

@@ -14,9 +14,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from ...decoding.errors import UserError
 from ...decoding.model.config import ModelConfig
 from ...decoding.model.source import Source
+from ...errors import UserError
 from ..config import RunConfig
 from ..files import write_atomic
 from ..lab import Lab, Progress

@@ -16,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..construct import did_you_mean
 from .questions import DELIMITER, Question
 from .settings import QualitySettings

@@ -15,9 +15,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ...attention.cache import DenseCache
 from ...attention.rows import Rows, chains
-from ...decoding.errors import UserError
 from ...decoding.events import finish
 from ...decoding.reference import PREFILL_CHUNK
+from ...errors import UserError
 from ..lab import Lab, Progress
 from .answers import Answer, Answers, request_digest
 

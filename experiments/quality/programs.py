@@ -2,7 +2,7 @@
 
 import re
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..items import Row
 
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what ends a completed function (Codex, arXiv:2107.03374)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..items import Row
 from .programs import CODE_STOPS, MBPP_STOP, tests_of
 from .scorers import Scorer, Text, as_number, build_scorer, golds, scorer_text

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..files import read_result
 
 _REQUIRED = ("task", "id", "repeat", "doc_hash", "scores")

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 
 INSIDE = Path(__file__).with_name("inside.py")
 TIMEOUT = 124  # how it exits when time runs out

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..construct import Constructor, did_you_mean, shown
 from ..items import Row
 from .deadline import LateError, within

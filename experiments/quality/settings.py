@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 
 Kind = Literal["multiple_choice", "generate", "perplexity"]
 # What runs must not differ in to be compared, unless `allow` names it: the task's files, kind, metric or scorer; chat,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..construct import did_you_mean
 from ..items import Row
 from ..tasks import read_file, read_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..files import NOT_IN_KEY, read_lines
 from ..statistics import speedup_interval
 from .load import Run, at, number_at

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..files import FULL, result_files, write_atomic
 
 _NAMED = 20  # runs, of a folder that holds more

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 
 from ...decoding import cost
-from ...decoding.errors import UserError
 from ...decoding.events import Step
+from ...errors import UserError
 from ..files import read_lines, read_result
 from ..format import BUSY, counted, percent, positions, seconds, sources
 from ..metrics import by_source

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..files import read_result, result_files
 from ..sweep import cells
 

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from ...decoding import cost
-from ...decoding.errors import UserError
 from ...decoding.events import Step
+from ...errors import UserError
 from ..files import misfit, read_lines
 from .load import Run
 

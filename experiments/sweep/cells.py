@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..files import misfit, read_result, write_atomic
 from .grid import Cell
 

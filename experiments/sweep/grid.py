@@ -17,7 +17,7 @@ from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..compose import Composer, OtherOptionError, quoted
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ import platform
 import time
 from pathlib import Path
 
-from ...decoding.errors import UserError
 from ...decoding.model.storage import cache_dir, explained
+from ...errors import UserError
 
 _PATIENCE_S = 5.0  # a killed sweep's worker takes a moment to end
 _FOLDER = ".lock"

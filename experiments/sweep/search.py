@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..columns import Column, fit, stdout, table
 from ..compose import Composer
 from ..files import NOT_IN_KEY

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 
 VERDICTS = ("exact", "near-tie", "same law", "lossy")  # of exactness; broken is never within a bound
 

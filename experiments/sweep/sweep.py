@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..columns import stdout
 from ..compose import Composer
 from ..files import MIRRORED, NOT_IN_KEY, write_atomic

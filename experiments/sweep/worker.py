@@ -22,7 +22,7 @@ from typing import TextIO
 
 import torch
 
-from ...decoding.errors import UserError
+from ...errors import UserError
 from ..compose import compose
 from ..hardware import forget_peak_memory
 from ..lab import Warm

@@ -11,10 +11,10 @@ from transformers import LogitsProcessorList
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Acceptance, Greedy, Sampling, Verdict
 from decodelab.decoding.draft import Draft
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import Law, LawSettings, Processors
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.none import Nothing
+from decodelab.errors import UserError
 from decodelab.testing import tiny_decoder
 from decodelab.tests.rigged import PROMPTS, Rigged, ask, oracle, thicket
 from decodelab.tests.tiny import tiny_tokenizer

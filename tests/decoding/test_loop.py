@@ -14,9 +14,9 @@ from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.acceptance.rule import children
 from decodelab.decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Room, Seen, chain
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.noise import Noise
+from decodelab.errors import UserError
 from decodelab.testing import tiny_decoder
 from decodelab.tests.rigged import PROMPTS, Answers, Plan, Rigged, State, ask, oracle, thicket
 

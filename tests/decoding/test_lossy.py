@@ -5,9 +5,9 @@ import torch
 
 from decodelab.decoding.acceptance import Ensemble, Sampling, Typical, Verdict
 from decodelab.decoding.draft import EMPTY, Draft, Room, chain, tree
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import Law, Processors
 from decodelab.decoding.noise import Noise, gumbels
+from decodelab.errors import UserError
 from decodelab.tests.enumeration import outcomes
 from decodelab.tests.rigged import State, drawn
 from decodelab.tests.tables import EXACT, PROMPT, bias, one_hot, step, table

@@ -6,13 +6,13 @@ import pytest
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.draft import EMPTY, Gives, Needs, Resources, chain
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Generation, Step
 from decodelab.decoding.replay import needs_model, replay
 from decodelab.drafting.jacobi import Jacobi
 from decodelab.drafting.merge import Merge, Merged
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.reference import Reference
+from decodelab.errors import UserError
 from decodelab.tests.rigged import PROMPTS, Rigged, ask, oracle
 from decodelab.tests.tiny import tiny_decoder, tiny_tokenizer
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.request import request
 from decodelab.decoding.stopping import StopRule
+from decodelab.errors import UserError
 from decodelab.testing import tiny_decoder
 from decodelab.tests.rigged import PROMPTS, Rigged, ask, oracle
 from decodelab.tests.twins import llama_twins

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.training import Course, Loss, Schedule, Score, Text, train
+from decodelab.errors import UserError
 
 TEXTS = [Text((n, n + 1, n + 2), 1) for n in range(10)]
 

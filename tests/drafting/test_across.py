@@ -13,7 +13,6 @@ from decodelab import testing
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Acceptance, Block, Greedy, Sampling
 from decodelab.decoding.draft import Opened, Resources, Room
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.noise import Noise
 from decodelab.decoding.request import Request, request
@@ -23,6 +22,7 @@ from decodelab.drafting.draft_model import DraftModel
 from decodelab.drafting.merge import Merged
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.second_model import Reader, Reading
+from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import tiny_byte_tokenizer
 from decodelab.tests.drafting.spellings import reciting, spelling
 from decodelab.tests.enumeration import outcomes, total_variation, unchecked

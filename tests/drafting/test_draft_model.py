@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Acceptance, Block, Greedy, Sampling
 from decodelab.decoding.draft import Opened, Room
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.noise import Noise
 from decodelab.decoding.request import Request, request
 from decodelab.drafting.draft_model import DraftModel, DraftSpec, ModelDrafter, same_tokens
+from decodelab.errors import UserError
 from decodelab.testing import tiny_decoder, tiny_tokenizer
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.tiny import clockwork

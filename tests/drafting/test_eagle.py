@@ -15,7 +15,6 @@ from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import Draft, Gives, Needs, Opened, Resources, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
@@ -25,6 +24,7 @@ from decodelab.decoding.replay import needs_model
 from decodelab.drafting.eagle import Eagle, EagleDrafter, State
 from decodelab.drafting.eagle_head import EagleHead, HeadConfig, dense, note, three_taps
 from decodelab.drafting.trees import cartesian, shape
+from decodelab.errors import UserError
 from decodelab.kernels.linear import Linear
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.drafting.eagles import WithRandomEagle, eagle

@@ -3,12 +3,12 @@ import torch
 
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.draft import Opened, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.noise import Noise
 from decodelab.decoding.training import Schedule, Score, Teacher, train
 from decodelab.drafting.eagle import Eagle, EagleDrafter
 from decodelab.drafting.eagle_head import EagleHead
 from decodelab.drafting.eagle_training import EagleObjective, TrainEagle, first
+from decodelab.errors import UserError
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import ask
 from decodelab.tests.taught import said, taught, taught_source, tokens_per_step

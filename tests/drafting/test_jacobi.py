@@ -3,9 +3,9 @@ import pytest
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.jacobi import Jacobi, State
+from decodelab.errors import UserError
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder

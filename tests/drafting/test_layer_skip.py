@@ -13,13 +13,13 @@ from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Acceptance, Greedy, Sampling
 from decodelab.decoding.draft import Opened, Resources, Room
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.layer_skip import LayerSkip, SkippingDrafter, kept
 from decodelab.drafting.merge import Merged
 from decodelab.drafting.prompt_lookup import PromptLookup
+from decodelab.errors import UserError
 from decodelab.testing import tiny_tokenizer
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import tiny_decoder

@@ -3,10 +3,10 @@ import pytest
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import Opened, Remembers, Resources, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings, Processors
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.lookahead import Lookahead, LookaheadDrafter, Pool
+from decodelab.errors import UserError
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer

@@ -7,12 +7,12 @@ import torch
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import Gives, Resources, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.medusa import Medusa, MedusaDrafter, MedusaHeads, State, note
 from decodelab.drafting.trees import cartesian, shape
+from decodelab.errors import UserError
 from decodelab.kernels.linear import Linear
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.drafting.heads import DIM, V, random_heads, saved

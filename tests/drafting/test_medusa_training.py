@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from decodelab.decoding.acceptance import Greedy
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.training import Schedule, Score, Teacher, Text, train
 from decodelab.drafting.medusa_training import TrainMedusa
+from decodelab.errors import UserError
 from decodelab.tests.taught import said, taught, taught_source, tokens_per_step
 
 

@@ -5,13 +5,13 @@ from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.cost import Profile
 from decodelab.decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, chain, tree
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.budget import HOPE, Estimate, allocate
 from decodelab.drafting.merge import Merge, Merged, merge
 from decodelab.drafting.none import Nothing
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.reference import Reference
+from decodelab.errors import UserError
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import PROMPTS, Rigged, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer

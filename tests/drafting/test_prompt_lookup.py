@@ -6,12 +6,12 @@ import torch
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import EMPTY, Gives, Opened, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings, Processors
 from decodelab.decoding.noise import Noise
 from decodelab.decoding.request import request
 from decodelab.drafting.copying import NEAR
 from decodelab.drafting.prompt_lookup import PromptLookup
+from decodelab.errors import UserError
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.tiny import clockwork, tiny_decoder
 

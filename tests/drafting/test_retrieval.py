@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import EMPTY, Remembers, Resources, Room
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
@@ -18,6 +17,7 @@ from decodelab.drafting.datastore import Datastore
 from decodelab.drafting.retrieval import Retrieval, Retriever
 from decodelab.drafting.suffix import Suffix
 from decodelab.drafting.suffix_array import BORDER, SuffixArray, Texts, sort_places
+from decodelab.errors import UserError
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer

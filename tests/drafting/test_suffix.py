@@ -7,12 +7,12 @@ import pytest
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import EMPTY, Opened, Resources, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings, Processors
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.continuations import Continuations, continue_from
 from decodelab.drafting.suffix import MANY, Own, Suffix
 from decodelab.drafting.suffix_automaton import SuffixAutomaton
+from decodelab.errors import UserError
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer

@@ -4,11 +4,11 @@ from transformers import LlamaConfig
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import EMPTY, Gives, Opened, Resources, Room, Seen
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.token_recycling import Recycler, State, TokenRecycling
 from decodelab.drafting.trees import cartesian, shape, write_tree
+from decodelab.errors import UserError
 from decodelab.tests.drafting.builders import beside_a_wrong_one
 from decodelab.tests.rigged import PROMPTS, ask
 from decodelab.tests.tiny import clockwork, tiny_decoder, tiny_tokenizer

@@ -4,7 +4,6 @@ from itertools import combinations, product
 import pytest
 
 from decodelab.decoding.cost import DraftCost, Profile
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Step
 from decodelab.drafting.trees import (
     MOST,
@@ -19,6 +18,7 @@ from decodelab.drafting.trees import (
     shape,
     write_tree,
 )
+from decodelab.errors import UserError
 
 
 def test_nodes_breadth_first_with_their_parents():

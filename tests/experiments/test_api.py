@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 import decodelab
 from decodelab.attention.rows import chains
 from decodelab.decoding.acceptance import Sampling
-from decodelab.decoding.errors import UserError
 from decodelab.drafting.prompt_lookup import PromptLookup
+from decodelab.errors import UserError
 from decodelab.experiments.api import Completion, LanguageModel
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.quality.settings import TaskSpec

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from decodelab.decoding.errors import UserError
 from decodelab.drafting.none import Nothing
+from decodelab.errors import UserError
 from decodelab.experiments.cli import EXAMPLES, JOBS, USAGE, main
 from decodelab.experiments.compose import compose, groups
 

@@ -10,11 +10,11 @@ from transformers.utils import logging
 
 from decodelab.attention.rows import chains
 from decodelab.decoding import reference
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.request import request
+from decodelab.errors import UserError
 from decodelab.experiments.compare_hf import HfPeer, HfRun, compare, summarise, why_not
 from decodelab.tests.tiny import tiny_tokenizer
 

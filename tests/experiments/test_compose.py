@@ -9,10 +9,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from decodelab.decoding.acceptance import Greedy, Sampling
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.source import ModelSpec
 from decodelab.drafting.draft_model import DraftModel, DraftSpec
 from decodelab.drafting.none import Nothing
+from decodelab.errors import UserError
 from decodelab.experiments.compose import CONFIGS, Composer, compose, defaults, groups
 from decodelab.experiments.construct import Constructor
 from decodelab.experiments.tasks import TaskSettings

@@ -8,7 +8,6 @@ import torch
 
 from decodelab.decoding.acceptance import Block, Greedy, Sampling
 from decodelab.decoding.draft import Gives, Needs
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.model.source import ModelSpec, Source
 from decodelab.drafting.draft_model import DraftModel, DraftSpec
@@ -16,6 +15,7 @@ from decodelab.drafting.lookahead import Lookahead
 from decodelab.drafting.none import Nothing
 from decodelab.drafting.suffix import Suffix
 from decodelab.drafting.token_recycling import TokenRecycling
+from decodelab.errors import UserError
 from decodelab.experiments import composition
 from decodelab.experiments.composition import Composition, draft_models, resolve_device, resolve_dtype, resolve_pair
 from decodelab.experiments.composition import resolve as resolve_config

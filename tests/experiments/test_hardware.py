@@ -103,7 +103,7 @@ def test_a_spoiled_note_is_replaced(measured: list[int], machine: Path, content:
 
 
 def test_without_a_cache_that_can_be_written_it_is_measured_again(measured: list[int], machine: Path, monkeypatch):
-    from decodelab.decoding.errors import UserError
+    from decodelab.errors import UserError
 
     def full(path: Path):
         raise UserError("the disk is full")

@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from decodelab.decoding.errors import UserError
 from decodelab.drafting.layer_skip import LayerSkip
 from decodelab.drafting.medusa import Medusa
 from decodelab.drafting.merge import Merge
 from decodelab.drafting.prompt_lookup import PromptLookup
 from decodelab.drafting.retrieval import Retrieval
 from decodelab.drafting.suffix import Suffix
+from decodelab.errors import UserError
 from decodelab.experiments.lab import draft_digest, files_of
 from decodelab.tests.drafting.heads import random_heads, saved
 

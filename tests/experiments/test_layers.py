@@ -12,8 +12,8 @@ from decodelab.decoding import loop
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.cost import Profile
 from decodelab.decoding.draft import Resources
-from decodelab.decoding.errors import UserError
 from decodelab.drafting.layer_skip import LayerSkip, kept
+from decodelab.errors import UserError
 from decodelab.experiments.cli import main
 from decodelab.experiments.config import LayerSearch
 from decodelab.experiments.layers import Answers, Costs, Skip, Tried, climb

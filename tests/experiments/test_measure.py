@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from decodelab.decoding.acceptance import Greedy, Sampling
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import Generation
 from decodelab.drafting.none import Nothing
+from decodelab.errors import UserError
 from decodelab.experiments import measure as module
 from decodelab.experiments import metrics
 from decodelab.experiments.lab import Baseline, Lab

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import ModelSpec, open_source
 from decodelab.drafting.draft_model import DraftModel, DraftSpec
 from decodelab.drafting.none import Nothing
+from decodelab.errors import UserError
 from decodelab.experiments import memory, run
 from decodelab.experiments.compare_hf import HfPeer
 from decodelab.experiments.hardware import Peaks

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.items import GOLD, Item, Message, Row, conversation, read_item
 from decodelab.experiments.tasks import TaskSettings, encode, encode_documents, load_task
 

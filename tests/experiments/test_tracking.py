@@ -15,7 +15,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments import weights_and_biases
 from decodelab.experiments.cli import main
 from decodelab.experiments.lab import Lab

@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
+from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import edit_json, save_folder, tiny_model, write_gguf
 
 Q, V = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"

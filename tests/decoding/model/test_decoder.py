@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from decodelab.attention.rows import Rows, chains
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
+from decodelab.errors import UserError
 from decodelab.kernels.verify_attention import row_invariant
 from decodelab.testing import tiny_decoder
 from decodelab.tests.enumeration import unchecked

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model import gguf as gguf_files
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
+from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import (
     END,
     ENDOFTEXT,

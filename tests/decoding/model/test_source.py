@@ -18,9 +18,9 @@ import torch
 import yaml
 from huggingface_hub import errors as hub_errors
 
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model import fetch, storage
 from decodelab.decoding.model.source import ModelSpec, Source, named, open_source
+from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import (
     END,
     ENDOFTEXT,

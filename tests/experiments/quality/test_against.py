@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.quality.against import compare, compare_kept, flips
 from decodelab.experiments.quality.comparable import refuse
 from decodelab.experiments.quality.run_quality import RunQuality, read_quality

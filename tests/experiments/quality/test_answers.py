@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.quality.answers import Answer, Answers, answers_key, refuse_others, request_digest
 
 TEXT = Answer("12", 3, "12\n", truncated=False)

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from decodelab.attention.rows import chains
 from decodelab.decoding.acceptance import Acceptance, Greedy, Sampling
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.events import finish
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
 from decodelab.drafting.prompt_lookup import PromptLookup
+from decodelab.errors import UserError
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.quality import lm as module
 from decodelab.experiments.quality.lm import DecodelabLM, before, without_thoughts

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.quality import sandbox
 from decodelab.experiments.quality.sandbox import Limits, network_isolation, run_tests
 

@@ -2,7 +2,7 @@ from decimal import Decimal
 
 import pytest
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.items import Row
 from decodelab.experiments.quality import scorers
 from decodelab.experiments.quality.programs import program_of

@@ -10,7 +10,7 @@ import pytest
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.quality import harness
 from decodelab.experiments.quality.harness import FileTask
 from decodelab.experiments.quality.programs import program_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decodelab.decoding.cost import expected_tokens
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.compose import Composer
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import Sample

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decodelab.decoding.cost import DraftCost, Profile, predict
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.exactness import Divergence
 from decodelab.experiments.lab import Lab
 from decodelab.experiments.measure import Sample, Timing

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.files import misfit, read_lines, read_result
 from decodelab.experiments.report.load import at, find, number_at
 from decodelab.experiments.sweep.cells import Job, State

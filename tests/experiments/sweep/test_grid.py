@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.compose import Composer, compose
 from decodelab.experiments.composition import resolve
 from decodelab.experiments.sweep.grid import Cell, composed, expand

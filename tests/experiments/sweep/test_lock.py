@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.sweep import lock
 from decodelab.experiments.sweep.lock import Lock, lock_folder, lock_gpu
 

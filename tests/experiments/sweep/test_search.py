@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments.cli import main
 from decodelab.experiments.compose import Composer, compose
 from decodelab.experiments.sweep.cells import JOB, RESULT, CellOutcome, State, Status, write

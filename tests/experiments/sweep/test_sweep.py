@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from decodelab.decoding.errors import UserError
 from decodelab.decoding.model import source
+from decodelab.errors import UserError
 from decodelab.experiments import hardware
 from decodelab.experiments.compose import Composer
 from decodelab.experiments.hardware import Peaks

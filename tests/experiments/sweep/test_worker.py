@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from decodelab.decoding.errors import UserError
+from decodelab.errors import UserError
 from decodelab.experiments import lab
 from decodelab.experiments.compose import compose
 from decodelab.experiments.identity import identify
