@@ -1,21 +1,25 @@
 """A smaller model drafts a chain (arXiv:2211.17192, arXiv:2302.01318), keeping its own KV."""
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..decoding.distillation import FILE, NOTE
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, chain
 from ..decoding.law import LawSettings, Processors, keyed_scores, perturbed
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, open_source
+from ..decoding.model.weights import open_safetensors
 from ..decoding.noise import Noise
 from ..errors import UserError
 from .across import LONGER, MARGIN, Bridge, Shared, TextDrafter, Window
@@ -102,16 +106,18 @@ class DraftModel:
         return Gives("chain", self.max_draft, self.max_draft, "sampled" if self.proposal == "sampled" else "one-hot")
 
     def check(self, target: Source) -> list[str]:
-        """Refuses another tokenizer, unless it is to be bridged; warns of a context shorter than the target's."""
+        """Refuses another tokenizer, unless it is to be bridged; warns of a context shorter than the target's, and of a
+        draft model that was trained for another target."""
         draft = open_source(self.model.model)
+        told = _told_apart(self.model.path, draft, target)
         if self.vocabulary == "same":
             same_tokens(draft.tokenizer, target.tokenizer, draft.label, target.label)
         elif self.vocabulary == "intersection":
             Shared.between(target.tokenizer, draft.tokenizer)
         ours, theirs = ModelConfig.from_hf(draft.config).max_positions, ModelConfig.from_hf(target.config).max_positions
         if ours < theirs:
-            return [f"{draft.label} holds {ours} tokens, {target.label} {theirs}: nothing is drafted past {ours}"]
-        return []
+            told.append(f"{draft.label} holds {ours} tokens, {target.label} {theirs}: nothing is drafted past {ours}")
+        return told
 
     def build(self, resources: Resources) -> "ModelDrafter | TextDrafter":
         source = open_source(self.model.model)
@@ -133,6 +139,19 @@ class DraftModel:
             return TextDrafter(Reader(model), bridge, self.max_draft, self.confidence)
         shared = Shared.between(resources.tokenizer, tokenizer, model.device)
         return ModelDrafter(self, model, resources.target.config.vocab, resources.law, bridge, shared)
+
+
+def _told_apart(path: str | None, draft: Source, target: Source) -> list[str]:
+    """What a draft model that we trained says of its target, where that is another one."""
+    weights = Path(path or "").expanduser() / FILE
+    if path is None or not weights.is_file():
+        return []
+    note = json.loads((open_safetensors(weights).metadata() or {}).get(NOTE, "{}"))
+    if note.get("target", target.digest) == target.digest:
+        return []
+    return [
+        f"{draft.label} was trained to draft for {note.get('target_label')}, not for {target.label}: train one for it"
+    ]
 
 
 def same_tokens(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, name: str, target_name: str) -> None:
