@@ -26,10 +26,11 @@ from . import hardware
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .files import read_lines, write_atomic
-from .format import number
+from .format import number, percent
 from .lab import Lab, build_lab
 from .measure import request_of
 from .metrics import acceptance
+from .product import check_product, product
 from .progress import Watch
 from .table import columns
 from .tasks import Task, load_task
@@ -39,6 +40,18 @@ STATE = "state.safetensors"
 COSTS = "costs.json"
 COURSE = "course.json"
 _SOME = 3  # prompts from which a draft's cost is taken
+# What a row of the course may tell: the heading of its column, and how it is written.
+_FACTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "tokens_per_step": ("tokens/step", number),
+    "predicted_speedup": ("predicted", lambda value: number(value, 2, "×")),
+    "acceptance": ("acceptance by position", lambda rates: " ".join(percent(rate) for rate in rates)),
+    "kl": ("KL", lambda value: number(value, 3)),
+    "kl_p99": ("p99", number),
+    "agreement": ("agreement", percent),
+    "perplexity": ("perplexity", number),
+    "teacher_perplexity": ("teacher's", number),
+}
+_USED = {"draft": "drafting=draft_model drafting.model.path=", "student": "model.path="}  # other than as heads are
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,7 @@ def train_job(config: RunConfig) -> int:
     with hardware.torch_threads(config.threads), Watch() as watch:
         source = open_source(config.model, watch.step)
         start = settings.check(source)
+        check_product(config, source)
         folder.mkdir(parents=True, exist_ok=True)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
         lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
@@ -120,6 +134,9 @@ def train_job(config: RunConfig) -> int:
         )
         write_atomic(folder / COURSE, json.dumps(asdict(course), indent=1) + "\n")
     _show(course, settings.kind, source, len(texts), len(back), folder)
+    if isinstance(learner, Stands):
+        with hardware.torch_threads(config.threads):
+            return product(config, source, target, folder)
     return 0
 
 
@@ -216,19 +233,17 @@ def _costs(
 def _show(course: Course, kind: str, source: Source, texts: int, back: int, folder: Path) -> None:
     console = Console(highlight=False, markup=False)
     console.print(f"{kind} for {source.label}: {texts} texts, judged on {back} others\n", soft_wrap=True)
-    table = columns("step", "minutes", "tokens", "loss", "tokens/step", "predicted", "acceptance by position")
+    told = [fact for fact in _FACTS if any(fact in row for row in course.rows)]
+    table = columns("step", "minutes", "tokens", "loss", *(_FACTS[fact][0] for fact in told))
     for n, row in enumerate(course.rows):
-        rates = " ".join(f"{100 * rate:.0f} %" for rate in row["acceptance"])
-        mark = " *" if n == course.best else ""
         table.add_row(
-            f"{row['step']}{mark}",
+            f"{row['step']}{' *' if n == course.best else ''}",
             f"{row['seconds'] / 60:.1f}",
             f"{row['tokens']:,}",
             number(row["loss"], 3),
-            number(row["tokens_per_step"]),
-            number(row["predicted_speedup"], 2, "×"),
-            rates,
+            *(_FACTS[fact][1](row[fact]) for fact in told),
         )
     console.print(table)
     console.print(f"ended because {course.why}; * is kept", soft_wrap=True)
-    console.print(f"written to {folder}; drafting={kind} drafting.path={folder}", soft_wrap=True)
+    used = _USED.get(kind, f"drafting={kind} drafting.path=")
+    console.print(f"written to {folder}; {used}{folder}", soft_wrap=True)
