@@ -17,7 +17,14 @@ from safetensors.torch import load_file
 from decodelab.experiments import train as job
 from decodelab.experiments.cli import main
 
-KINDS = {"medusa": ["train.heads=2"], "eagle": ["train.mlp_dim=16"]}
+KINDS = {
+    "medusa": ["train.heads=2"],
+    "eagle": ["train.mlp_dim=16"],
+    "draft": ["train.student.keep=1"],
+    "student": ["train.student.keep=1"],
+}
+FILES = {"draft": "model.safetensors", "student": "model.safetensors"}
+USED = {"draft": ("drafting=draft_model", "drafting.model.path="), "student": ("model.path=",)}
 
 
 def words(bench: Any, kind: str, output: str, *more: str) -> list[str]:
@@ -33,22 +40,24 @@ def words(bench: Any, kind: str, output: str, *more: str) -> list[str]:
 
 
 def parameters(folder: Path, kind: str) -> dict[str, Any]:
-    return load_file(folder / f"{kind}.safetensors")
+    return load_file(folder / FILES.get(kind, f"{kind}.safetensors"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_trained_drafts(kind: str, bench: Any, capsys: pytest.CaptureFixture[str]):
+def test_what_is_trained_is_used(kind: str, bench: Any, capsys: pytest.CaptureFixture[str]):
     assert main(words(bench, kind, "heads")) == 0
     folder = bench.root / "heads"
     said = capsys.readouterr().out
     assert "6 texts, judged on 2 others" in said
-    assert f"drafting={kind} drafting.path={folder}" in said
-    with safe_open(folder / f"{kind}.safetensors", framework="pt") as stored:
+    *used, path = USED.get(kind, (f"drafting={kind}", "drafting.path="))
+    used.append(f"{path}{folder}")
+    assert f"written to {folder}; {' '.join(used)}" in said
+    with safe_open(folder / FILES.get(kind, f"{kind}.safetensors"), framework="pt") as stored:
         note = json.loads(stored.metadata()["decodelab"])
     assert (note["kind"], note["prompts"], note["task"]) == (kind, 6, "prompts")
     course = json.loads((folder / "course.json").read_text())
     assert [row["step"] for row in course["rows"]] == [3, 6, 9, 12]
-    assert bench.run(f"drafting={kind}", f"drafting.path={folder}", "timing=untimed") == 0
+    assert bench.run(*used, "timing=untimed") == 0
     assert bench.result["exactness"]["verdict"] == "exact"
 
 
