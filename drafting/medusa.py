@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
+from ..decoding.model.reading import Product
 from ..decoding.model.source import Source
 from ..decoding.noise import Noise
 from ..errors import UserError
@@ -148,11 +149,11 @@ class MedusaHeads:
     """`blocks[i][j]`: residual block j of head i; `unembeddings`: one a head, or one that all share."""
 
     blocks: tuple[tuple[Linear, ...], ...]
-    unembeddings: tuple[Linear, ...]
+    unembeddings: tuple[Product, ...]
 
     @staticmethod
     def read(
-        tensors: Mapping[str, Tensor], unembedding: Linear, dtype: torch.dtype, device: torch.device
+        tensors: Mapping[str, Tensor], unembedding: Product, dtype: torch.dtype, device: torch.device
     ) -> "MedusaHeads":
         """The published layout: `i.j.linear.weight` and `.bias` of residual block j of head i, and `i.J.weight` behind
         the last of them, the head's own unembedding; without it the target's is shared."""

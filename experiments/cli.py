@@ -221,6 +221,12 @@ def _layers(config: "RunConfig") -> int:
     return layers(config)
 
 
+def _quantize(config: "RunConfig") -> int:
+    from .quantise import quantize_job
+
+    return quantize_job(config)
+
+
 def _train(config: "RunConfig") -> int:
     from .train import train_job
 
@@ -298,6 +304,7 @@ JOBS: Mapping[str, Job] = {
         measures=True,
     ),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
+    "quantize": Job("a quantised copy of the model; writes output=DIR, which model.path=DIR loads", _quantize),
     "train": Job(
         "heads for drafting=medusa or eagle, from the target's own answers to a task; writes output=DIR", _train
     ),

@@ -9,6 +9,8 @@ from ..decoding.draft import DrafterSettings
 from ..decoding.model.source import ModelSpec
 from ..decoding.training import Trains
 from ..errors import UserError
+from ..quantization.none import AsStored
+from ..quantization.quantiser import Quantiser
 from .quality.settings import QualitySettings, TaskSpec
 from .sweep.settings import CellSettings, SearchSettings
 from .tasks import TaskSettings
@@ -42,6 +44,7 @@ class RunConfig:
     task: TaskSettings
     quality: QualitySettings = field(default_factory=QualitySettings)
     tracking: Tracking = field(default_factory=Untracked)
+    quantization: Quantiser | AsStored = field(default_factory=AsStored)
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None

@@ -13,6 +13,7 @@ from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .lab import Progress, draft_digest
 from .quality.evaluate import quality_digest
+from .quantise import Quantising, copy_of, planned
 from .replay import Recording, open_recording
 from .result import run_key
 from .tasks import Task, load_task
@@ -33,6 +34,12 @@ class Identity:
     slug: str  # drafter and model
     key: str
     recording: Recording | None = None
+    quantising: Quantising | None = None
+
+    def target(self, progress: Progress | None = None) -> Source:
+        """What is decoded: the model, or its quantised copy, which is made where it is not there."""
+        assert self.source is not None, "a replay decodes nothing"
+        return self.source if self.quantising is None else open_source(copy_of(self.quantising, progress), progress)
 
 
 def identify(
@@ -53,8 +60,10 @@ def identify(
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task) if speed else None
     source = opened(config.model)
+    quantising = planned(config, source, dtype)
     digests = {
         "weights": source.digest,
+        **({} if quantising is None else {"quantised": quantising.key}),
         "draft": draft_digest(config.drafting, opened),
         "task": None if task is None else task.digest,
         "quality": quality_digest(config),
@@ -67,8 +76,10 @@ def identify(
         "threads": config.threads or torch.get_num_threads(),
     }
     resolved = config.resolved | settled
-    slug = f"{drafter_name(config)}-{source.label}".replace("/", "_")
-    return Identity(source, task, device, dtype, why, digests, resolved, slug, run_key(resolved, digests))
+    label = source.label if quantising is None else quantising.label
+    slug = f"{drafter_name(config)}-{label}".replace("/", "_")
+    key = run_key(resolved, digests)
+    return Identity(source, task, device, dtype, why, digests, resolved, slug, key, quantising=quantising)
 
 
 def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool) -> Identity:

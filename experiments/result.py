@@ -163,7 +163,7 @@ def _memory(target: Decoder | None, steps: Sequence[Step], peak_bytes: int | Non
         return {**dict.fromkeys(names), "peak_bytes": peak_bytes}
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
     kv_bytes, slots = max(((step.kv_bytes, step.kv_slots) for step in steps), default=(None, None))
-    shared = target.unembedding.weight is target.embedding
+    shared = getattr(target.unembedding, "weight", None) is target.embedding
     return {
         "weights_bytes": target.weight_bytes + (0 if shared else target.embedding.nbytes),
         "kv_bytes": kv_bytes,
@@ -204,7 +204,7 @@ def _mfu(target: Decoder | None, done: Sequence[Generation], peaks: Peaks | None
         return dict.fromkeys(("mfu_useful", "mfu_hardware"))
     c = target.config
     head = target.unembedding.in_features * target.unembedding.out_features
-    inner = target.weight_bytes // target.dtype.itemsize - head
+    inner = target.product_elements - head
     flops = sum(
         g.prompt_tokens * metrics.decode_flops_per_token(inner, c.layers, c.heads, c.head_dim, g.prompt_tokens / 2)
         + 2.0 * head

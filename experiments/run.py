@@ -20,7 +20,7 @@ from . import hardware, load, table
 from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
-from .files import read_result, write_result
+from .files import make_folder, read_result, unwritable, write_result
 from .format import BUSY, NOISY, counted
 from .identity import Identity, drafter_name, identify
 from .lab import Heard, Lab, Progress, Warm, build_lab
@@ -89,8 +89,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
     with Watch() as watch, Heard() as heard:
         what = identify(config, watch.step, speed=speed)
         _as_planned(what, key)
-        source, dtype, device = what.source, what.dtype, what.device
-        assert source is not None, "a run has a model"
+        source, dtype, device = what.target(watch.step), what.dtype, what.device
         notes = resolve(config, source, what.task).notes()
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
@@ -289,7 +288,7 @@ def _told(tracker: Tracker, timed: bool) -> Callable[[Sequence[Sample]], None]:
     def after(batch: Sequence[Sample]) -> None:
         same = sum(s.divergence is None for s in batch)
         for row in running.add([s.baseline for s in batch], [s.strategy for s in batch], same, timed):
-            tracker.prompt(row)
+            tracker.row(row)
 
     return after
 
@@ -372,14 +371,9 @@ def _folder(config: RunConfig, what: Identity, started: datetime) -> Path:
         while config.output is None and folder.exists():  # two runs of one second
             count += 1
             folder = plain.with_name(f"{plain.name}-{count}")
-        folder.mkdir(parents=True, exist_ok=config.output is not None)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        make_folder(folder, exist_ok=config.output is not None)
     except OSError as error:
-        raise UserError(
-            f"output folder {folder} cannot be written ({error.strerror}); name another with output=DIR"
-        ) from error
+        raise unwritable(folder, error) from error
     return folder
 
 

@@ -14,7 +14,9 @@ from ...attention.rows import Rows
 from ...errors import UserError
 from ...kernels.linear import Linear
 from ...kernels.verify_attention import causal_attention, row_invariant, verify_attention
+from ...quantization.codes import Codes
 from .config import ModelConfig
+from .reading import Product, Weights
 
 # The residual stream that enters layer i (i = layers: that leaves the last one), or what the unembedding reads.
 Tap = int | Literal["final"]
@@ -31,7 +33,7 @@ class Output:
 class Block(nn.Module):
     """One layer. Linear layers are attributes so that a quantiser can put others in their place."""
 
-    def __init__(self, config: ModelConfig, layer: int, tensors: Callable[[str], Tensor]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
         super().__init__()
         c = config
         self.layer, self.heads, self.head_dim, self.eps = layer, c.heads, c.head_dim, c.norm_eps
@@ -41,19 +43,18 @@ class Block(nn.Module):
         self.scale = c.head_dim**-0.5
         at = f"model.layers.{layer}."
 
-        def joined(names: Sequence[str], where: str, bias: bool) -> Linear:
-            weight = torch.cat([tensors(f"{at}{where}.{n}.weight") for n in names])
-            return Linear(weight, torch.cat([tensors(f"{at}{where}.{n}.bias") for n in names]) if bias else None)
+        def joined(names: Sequence[str], where: str, bias: bool) -> Product:
+            return weights.product([f"{at}{where}.{n}" for n in names], bias)
 
         self.qkv = joined(("q_proj", "k_proj", "v_proj") if self.owns else ("q_proj",), "self_attn", c.qkv_bias)
         self.output = joined(("o_proj",), "self_attn", c.output_bias)
         self.gate_up = joined(("gate_proj", "up_proj"), "mlp", c.mlp_bias)
         self.down = joined(("down_proj",), "mlp", c.mlp_bias)
-        self.attention_norm = tensors(f"{at}input_layernorm.weight")
-        self.mlp_norm = tensors(f"{at}post_attention_layernorm.weight")
+        self.attention_norm = weights.read(f"{at}input_layernorm.weight")
+        self.mlp_norm = weights.read(f"{at}post_attention_layernorm.weight")
         self.qk_norm = None
         if c.qk_norm:  # one weight a head, queries' then keys', so that both are normed in one call
-            q, k = tensors(f"{at}self_attn.q_norm.weight"), tensors(f"{at}self_attn.k_norm.weight")
+            q, k = weights.read(f"{at}self_attn.q_norm.weight"), weights.read(f"{at}self_attn.k_norm.weight")
             self.qk_norm = torch.cat([q.expand(c.heads, -1), k.expand(self.kv_heads, -1)])
 
     def forward(
@@ -87,6 +88,18 @@ class Block(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def angles(
+    config: ModelConfig, positions: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Float[Tensor, "P 1 D"], Float[Tensor, "P 1 D"]]:
+    """cos and sin of the first positions, in float32 and then rounded, as transformers does."""
+    angle = torch.outer(torch.arange(positions).float(), torch.tensor(config.inv_freq))
+    turned = torch.cat([angle, angle], -1)[:, None] if positions else torch.zeros(0, 1, config.head_dim)
+    sign = torch.ones(config.head_dim)
+    sign[: config.head_dim // 2] = -1
+    scale = config.rope_scale
+    return (turned.cos() * scale).to(device, dtype), (turned.sin() * scale * sign).to(device, dtype)
+
+
 class Decoder(nn.Module):
     """A model of the Llama family, in one dtype on one device."""
 
@@ -97,57 +110,51 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        codes: Mapping[str, Codes] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`tensors` has transformers' parameter names. `progress(done, total)` is called after each layer."""
+        """`tensors` has transformers' parameter names; `codes`: of the layers that are quantised, by name without
+        `.weight`. `progress(done, total)` is called after each layer."""
         super().__init__()
 
-        def read(name: str) -> Tensor:
-            try:
-                tensor = tensors[name].to(device=device, dtype=dtype)
-            except KeyError:
-                raise UserError(f"the checkpoint has no {name!r}; it is incomplete or of another model") from None
-            if not torch.isfinite(tensor.sum(dtype=torch.float64 if dtype == torch.float64 else torch.float32)):
-                raise UserError(
-                    f"{name!r} of the checkpoint is not finite in {dtype}: corrupt, or too large for it; fetch it again"
-                )
-            return tensor
-
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.embedding = read("model.embed_tokens.weight")
+        weights = Weights(tensors, dtype, self.device, codes or {})
+        self.embedding = weights.read("model.embed_tokens.weight")
         if self.embedding.shape != (config.vocab, config.dim):
             said = (config.vocab, config.dim)
             raise UserError(f"the embedding is {tuple(self.embedding.shape)}, but the config says {said}")
         blocks = []
         for layer in range(config.layers):
-            blocks.append(Block(config, layer, read))
+            blocks.append(Block(config, layer, weights))
             if progress is not None:
                 progress(layer + 1, config.layers)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = read("model.norm.weight")
-        self.unembedding = Linear(self.embedding if config.tied else read("lm_head.weight"))
+        self.norm = weights.read("model.norm.weight")
+        self.unembedding = Linear(self.embedding) if config.tied else weights.product(["lm_head"], False)
         self._grow(0)
 
     def _grow(self, positions: int) -> None:
-        """cos and sin [P, 1, D] of the first positions, in float32 and then rounded, as transformers does."""
-        angle = torch.outer(torch.arange(positions).float(), torch.tensor(self.config.inv_freq))
-        turned = torch.cat([angle, angle], -1)[:, None] if positions else torch.zeros(0, 1, self.config.head_dim)
-        sign = torch.ones(self.config.head_dim)
-        sign[: self.config.head_dim // 2] = -1
-        scale = self.config.rope_scale
-        self.cos = (turned.cos() * scale).to(self.device, self.dtype)
-        self.sin = (turned.sin() * scale * sign).to(self.device, self.dtype)
+        self.cos, self.sin = angles(self.config, positions, self.device, self.dtype)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one forward of a few rows reads: everything but the embedding table's other rows."""
-        linears = [m for m in self.modules() if isinstance(m, Linear)]
-        return sum(m.nbytes for m in linears)
+        return sum(product.nbytes for product in self._products)
+
+    @property
+    def product_elements(self) -> int:
+        """Weights in the products of one forward: half of its operations a row, attention apart."""
+        return sum(product.in_features * product.out_features for product in self._products)
+
+    @property
+    def _products(self) -> list[Product]:
+        each = [product for b in self.blocks for product in (b.qkv, b.output, b.gate_up, b.down)]
+        return [*each, self.unembedding]
 
     @property
     def implementation(self) -> dict[str, str]:
         """Which code computes what, for a run's record."""
-        products = sorted({m.implementation for m in self.modules() if isinstance(m, Linear)})
+        products = sorted({product.implementation for product in self._products})
         attention = "torch sdpa"
         if self.device.type == "cpu":
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"

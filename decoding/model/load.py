@@ -19,5 +19,10 @@ def load_decoder(
     """Read the weights of `source` into a decoder. `progress(what, done, total)` counts layers."""
     report = None if progress is None else (lambda done, total: progress(f"loading {source.label}", done, total))
     return Decoder(
-        ModelConfig.from_hf(source.config), source.tensors(progress), dtype=dtype, device=device, progress=report
+        ModelConfig.from_hf(source.config),
+        source.tensors(progress),
+        dtype=dtype,
+        device=device,
+        codes=source.codes,
+        progress=report,
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # transformers costs every command a second, and settings are
     import torch
     import transformers
 
+    from ...quantization.codes import Codes
+
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -36,7 +38,8 @@ class ModelSpec:
 @dataclass(frozen=True)
 class Source:
     """A model, all but its weights. `digest` is the sha256 of the stored weights and the adapter, `bytes` their size on
-    disk, `eos_ids` what generation_config.json says, else config.json, else the tokenizer."""
+    disk, `eos_ids` what generation_config.json says, else config.json, else the tokenizer. `codes`: of the layers that
+    are quantised, each read when it is asked for; `origin`: the digest of the weights that they were made from."""
 
     label: str
     config: "transformers.PretrainedConfig"
@@ -45,9 +48,12 @@ class Source:
     digest: str
     bytes: int
     _read: Callable[[Progress | None], Mapping[str, "torch.Tensor"]] = field(repr=False, compare=False)
+    codes: Mapping[str, "Codes"] = field(default_factory=dict, repr=False, compare=False)
+    origin: str | None = None
 
     def tensors(self, progress: Progress | None = None) -> Mapping[str, "torch.Tensor"]:
-        """Tensors by transformers' parameter names, each read when it is asked for, in the dtype it is stored in.
+        """Tensors by transformers' parameter names, each read when it is asked for, in the dtype it is stored in; a
+        quantised layer's weight is dequantised then.
 
         A GGUF file is dequantised into the cache by the first call, which takes a while.
         """
@@ -73,6 +79,7 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
     from .adapter import MergedTensors, read_adapter
     from .config import ModelConfig
     from .gguf import dequantise, unpack
+    from .quantised import Dequantised, read_quantised, weight_shapes
     from .weights import Stored, StoredTensors, check_shapes, read_headers, read_table, shapes_of, weight_files
 
     label, path = _locate(spec, progress, fetch)
@@ -82,18 +89,27 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
     model = ModelConfig.from_hf(config)
     tokenizer = _read_tokenizer(folder, ours=folder is not path)
     table: dict[str, Stored] | None = None  # of a GGUF file, once it is dequantised
+    codes: Mapping[str, Codes] = {}
+    origin = None
     if not files:
         files = weight_files(folder)
         table = read_table(folder, files)
-        check_shapes(model, {name: stored.shape for name, stored in table.items()}, str(folder))
+        codes, origin = read_quantised(folder, table)
+        shapes = {name: stored.shape for name, stored in table.items()}
+        check_shapes(model, shapes | weight_shapes(codes), str(folder))
         if more := [name for name in table if name.startswith(f"model.layers.{model.layers}.")]:
             raise UserError(f"{folder} holds {more[0]}, but its config has {model.layers} layers: of two models?")
     adapter = None
+    if spec.adapter is not None and codes:
+        raise UserError(f"{folder} is quantised, and an adapter is merged into unquantised weights: give its base")
     if spec.adapter is not None:
         adapter = read_adapter(_find(spec.adapter, None, fetch, ADAPTER_FILES), shapes_of(model), model.tied)
 
     def read(progress: Progress | None) -> Mapping[str, "torch.Tensor"]:
+        stored: Mapping[str, torch.Tensor]
         stored = StoredTensors(read_headers([dequantise(path, folder, progress)]) if table is None else table)
+        if codes:
+            stored = Dequantised(stored, codes)
         return stored if adapter is None else MergedTensors(stored, adapter)
 
     digests = [_verified_digest(file) for file in files] + ([adapter.digest] if adapter else [])
@@ -105,6 +121,8 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         bytes=sum(file.stat().st_size for file in files) + (adapter.nbytes if adapter else 0),
         _read=read,
+        codes=codes,
+        origin=origin,
     )
 
 
@@ -178,9 +196,6 @@ def _read_config(folder: Path) -> "transformers.PretrainedConfig":
     content = read_json(file)
     if (kind := content.get("model_type")) not in SUPPORTED:
         raise UserError(f"{folder}: architecture {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    if quantised := content.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise UserError(f"{folder} holds weights quantised by {method}, which are not read: give the unquantised model")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StrictDataclassError) as error:

@@ -148,8 +148,8 @@ def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) ->
 
 
 def test_architectures_and_quantised_weights_are_refused_by_name(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    refused(r"holds weights quantised by gptq, which are not read: give the unquantised model", folder)
+    edit_json(folder / "config.json", quantization_config={"quant_method": "exl9", "bits": 4})
+    refused(r"holds weights quantised by exl9, which are not read; read are .*: give the unquantised model", folder)
     edit_json(folder / "config.json", quantization_config=None, model_type="mamba9")
     refused(r"architecture 'mamba9' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3", folder)
 

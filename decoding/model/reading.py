@@ -1,0 +1,65 @@
+"""A checkpoint's weights as a decoder wants them: in one dtype, and layers that read the same input as one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...errors import UserError
+from ...kernels.linear import Linear
+from ...quantization.codes import Codes, alike, stacked
+from ...quantization.linear import Beside, QuantisedLinear
+
+Product = Linear | QuantisedLinear | Beside
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`tensors` by transformers' parameter names; `codes`: of the layers that are quantised, by name without
+    `.weight`."""
+
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    codes: Mapping[str, Codes] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        """Refuses what is missing or not finite."""
+        try:
+            tensor = self.tensors[name].to(device=self.device, dtype=self.dtype)
+        except KeyError:
+            raise UserError(f"the checkpoint has no {name!r}; it is incomplete or of another model") from None
+        self._check_finite(name, tensor)
+        return tensor
+
+    def product(self, names: Sequence[str], bias: bool) -> Product:
+        """The layers `names`, which read the same input: one product where all are stored alike."""
+        biases = [self.read(f"{name}.bias") for name in names] if bias else None
+        whole = None if biases is None else torch.cat(biases)
+        if not any(name in self.codes for name in names):
+            return Linear(torch.cat([self.read(f"{name}.weight") for name in names]), whole)
+        found = [self._codes(name) if name in self.codes else None for name in names]
+        quantised = [c for c in found if c is not None]
+        if len(quantised) == len(found) and alike(quantised):
+            return QuantisedLinear(stacked(quantised), whole, self.dtype)
+        parts: list[Linear | QuantisedLinear] = []
+        for i, (name, c) in enumerate(zip(names, found, strict=True)):
+            own = None if biases is None else biases[i]
+            parts.append(Linear(self.read(f"{name}.weight"), own) if c is None else QuantisedLinear(c, own, self.dtype))
+        return parts[0] if len(parts) == 1 else Beside(parts)
+
+    def _codes(self, name: str) -> Codes:
+        found = self.codes[name].to(self.device)
+        self._check_finite(f"{name}.scale", found.scale)
+        if found.shift is not None:
+            self._check_finite(f"{name}.shift", found.shift)
+        return found
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        if not torch.isfinite(tensor.sum(dtype=wide)):
+            raise UserError(
+                f"{name!r} of the checkpoint is not finite in {tensor.dtype}: corrupt, or too large for it; "
+                "fetch it again"
+            )

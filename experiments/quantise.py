@@ -1,0 +1,276 @@
+"""The job `quantize`, and the quantised copy of a model that a run with quantization= decodes: one folder either way,
+made block by block, so that what was broken off goes on where it was."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import save
+from torch import Tensor
+
+from ..decoding.model.calibrated import CalibratedBlock, Passage, passages
+from ..decoding.model.config import ModelConfig
+from ..decoding.model.source import ModelSpec, Source, open_source
+from ..decoding.model.storage import atomic_file, cache_dir
+from ..decoding.model.weights import open_safetensors
+from ..errors import UserError
+from ..quantization.codes import Codes
+from ..quantization.formats import FORMATS, Format
+from ..quantization.none import AsStored
+from ..quantization.quantiser import Quantiser, check_overrides, settings_of
+from ..quantization.sequential import Report, quantise
+from .calibration import Pieces, load_calibration
+from .composition import resolve_device, resolve_dtype
+from .config import RunConfig
+from .files import make_folder, write_atomic
+from .lab import Progress
+from .progress import Watch
+from .table import columns
+
+INDEX = "model.safetensors.index.json"
+STATE = "quantising.json"  # of a folder that is not whole yet
+REPORT = "quantization.json"
+VERSION = 1  # of what the quantisers compute: a new number makes copies in the cache unused
+
+
+@dataclass(frozen=True)
+class Quantising:
+    """What is to be quantised, known before any weight is read. `key`: of everything that the result depends on."""
+
+    source: Source
+    settings: Quantiser
+    layers: Mapping[str, Quantiser | None]
+    pieces: Pieces | None
+    dtype: torch.dtype
+    form: Format
+    key: str
+    warnings: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        about: Any = self.settings
+        bits, group = getattr(about, "bits", ""), getattr(about, "group_size", "")
+        return f"{self.source.label}-{self.settings.kind}-{bits}" + (f"g{group}" if group not in ("", -1) else "")
+
+
+def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[N, K] of every layer that may be quantised, by name: the products within the blocks."""
+    from ..decoding.model.weights import shapes_of
+
+    shapes = shapes_of(model)
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if name.startswith("model.layers.") and len(shape) == 2
+    }
+
+
+def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) -> Quantising:
+    """Refuses, before anything is read, what cannot be quantised so."""
+    if source.codes:
+        raise UserError(f"{source.label} is quantised already: quantise the model that it was made from")
+    model = ModelConfig.from_hf(source.config)
+    shapes = layer_shapes(model)
+    check_overrides(settings, shapes)
+    layers: dict[str, Quantiser | None] = {name: settings_of(settings, name) for name in shapes}
+    if not any(layers.values()):
+        raise UserError("quantization.overrides leave no layer to quantise")
+    warnings = []
+    for each in dict.fromkeys(str(q) for q in layers.values() if q is not None):
+        of = {name: q for name, q in layers.items() if str(q) == each}
+        one = next(iter(of.values()))
+        assert one is not None
+        warnings += one.check({name: shapes[name] for name in of})
+    calibration = settings.calibration
+    pieces = None
+    if calibration is not None:
+        pieces = load_calibration(calibration, settings.kind, source.tokenizer, model.max_positions)
+    about = {
+        "version": VERSION,
+        "source": source.digest,
+        "kind": settings.kind,
+        "settings": str(settings),
+        "calibration": None if pieces is None else pieces.digest,
+        "dtype": str(dtype),
+        "format": form.name,
+    }
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    return Quantising(source, settings, layers, pieces, dtype, form, key, tuple(warnings))
+
+
+def copy_of(plan: Quantising, progress: Progress | None = None) -> ModelSpec:
+    """The quantised copy in the cache, made where it is not there."""
+    folder = cache_dir() / "quantised" / f"{plan.label.replace('/', '_')}-{plan.key}"
+    if not (folder / INDEX).is_file():
+        write(plan, folder, progress)
+    return ModelSpec(name=plan.label, path=str(folder))
+
+
+def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> list[Report]:
+    """The folder of a quantised model: a safetensors file a block, and one for the rest; the index comes last."""
+    make_folder(folder)
+    _begin(folder, plan)
+    source, model = plan.source, ModelConfig.from_hf(plan.source.config)
+    tensors = source.tensors(progress)
+    text = _text(plan, tensors)  # empty where no layer reads any
+    reports: list[Report] = []
+    index: dict[str, str] = {}
+    codes: dict[str, Codes] = {}
+    for layer in range(model.layers):
+        if progress is not None:
+            progress("quantising", layer, model.layers)
+        name = f"block-{layer:05d}.safetensors"
+        file = folder / name
+        block = CalibratedBlock(model, layer, tensors, text)
+        done = _read_block(file, block, plan) if file.is_file() else None
+        if done is None:
+            done = list(quantise(block, {n: plan.layers[n] for stage in block.stages for n in stage.names}))
+            _write_block(file, block, done, plan)
+        reports += done
+        index |= dict.fromkeys(_stored(block, plan), name)
+        codes |= {n: c.to("meta") for n, c in block.codes.items()}  # sizes alone
+        block.advance()
+    if progress is not None:
+        progress("quantising", model.layers, model.layers)
+    rest = {n: tensors[n].to(plan.dtype) for n in tensors if not n.startswith("model.layers.")}
+    if model.tied:
+        rest.pop("lm_head.weight", None)
+    _write(folder / "rest.safetensors", rest, {})
+    index |= dict.fromkeys(rest, "rest.safetensors")
+    _finish(folder, plan, codes, reports, index)
+    return reports
+
+
+def _text(plan: Quantising, tensors: Mapping[str, Tensor]) -> list[Passage]:
+    if plan.pieces is None:
+        return []
+    return passages(plan.pieces.pieces, tensors["model.embed_tokens.weight"].float())
+
+
+def _begin(folder: Path, plan: Quantising) -> None:
+    """Refuses a folder that holds something else."""
+    state = folder / STATE
+    others = [path.name for path in folder.iterdir()]
+    if state.is_file():
+        if json.loads(state.read_text(encoding="utf-8")).get("key") == plan.key:
+            return
+        raise UserError(f"{folder} holds the beginning of another quantisation: name another output, or delete it")
+    if others:
+        raise UserError(f"{folder} is not empty (it holds {others[0]}): name another output")
+    write_atomic(state, json.dumps({"key": plan.key}) + "\n")
+
+
+def _stored(block: CalibratedBlock, plan: Quantising) -> dict[str, Tensor]:
+    """What a file of a block holds."""
+    found: dict[str, Tensor] = {}
+    for layer, codes in block.codes.items():
+        found |= plan.form.write(layer, codes)
+    quantised = {f"{layer}.weight" for layer in block.codes}
+    found |= {name: t.to(plan.dtype) for name, t in block.tensors.items() if name not in quantised}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _write_block(file: Path, block: CalibratedBlock, reports: Sequence[Report], plan: Quantising) -> None:
+    about = plan.form.config(block.codes)
+    note = {"reports": [asdict(report) for report in reports], "config": about}
+    _write(file, _stored(block, plan), {"decodelab-quantised": json.dumps(note)})
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], note: Mapping[str, str]) -> None:
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt", **note})
+    with atomic_file(file, len(content)) as out:
+        out.write(content)
+
+
+def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Report] | None:
+    """What was done of a quantisation that was broken off; the block is then as it was."""
+    with open_safetensors(file) as stored:
+        note = json.loads(stored.metadata()["decodelab-quantised"])
+        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        for layer in plan.form.layers(shapes, note["config"]):
+            block.codes[layer] = plan.form.read(layer, stored.get_tensor, note["config"])
+        for name in block.tensors:
+            if name in shapes:
+                block.tensors[name] = stored.get_tensor(name).float()
+    block.changed()
+    return [Report(**report | {"notes": tuple(report["notes"])}) for report in note["reports"]]
+
+
+def _finish(
+    folder: Path, plan: Quantising, codes: Mapping[str, Codes], reports: Sequence[Report], index: Mapping[str, str]
+) -> None:
+    source = plan.source
+    config = source.config.to_dict() | {"dtype": str(plan.dtype).removeprefix("torch.")}
+    config["quantization_config"] = plan.form.config(codes) | {"origin": source.digest, "kind": plan.settings.kind}
+    write_atomic(folder / "config.json", json.dumps(config, indent=1, default=str) + "\n")
+    write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": list(source.eos_ids)}) + "\n")
+    source.tokenizer.save_pretrained(folder)
+    record = {
+        "source": {"label": source.label, "digest": source.digest},
+        "settings": asdict(plan.settings),  # type: ignore[call-overload]
+        "kind": plan.settings.kind,
+        "calibration": None if plan.pieces is None else {"digest": plan.pieces.digest, "tokens": plan.pieces.tokens},
+        "layers": [asdict(report) for report in reports],
+        "skipped": [name for name, q in plan.layers.items() if q is None],
+    }
+    write_atomic(folder / REPORT, json.dumps(record, indent=1) + "\n")
+    size = sum((folder / name).stat().st_size for name in set(index.values()))
+    content = {"metadata": {"total_size": size}, "weight_map": dict(index)}
+    write_atomic(folder / INDEX, json.dumps(content, indent=1) + "\n")
+    (folder / STATE).unlink()
+
+
+def planned(config: RunConfig, source: Source, dtype: torch.dtype) -> Quantising | None:
+    """Of a run; None where its model is decoded as it is stored."""
+    if isinstance(config.quantization, AsStored):
+        return None
+    return plan(config.quantization, source, dtype, FORMATS["decodelab"])
+
+
+def quantize_job(config: RunConfig) -> int:
+    """A folder that model.path=DIR loads."""
+    if isinstance(config.quantization, AsStored):
+        raise UserError("name how, such as quantization=rtn")
+    if config.output is None or not config.output.strip():
+        raise UserError("quantize writes a folder: name it with output=DIR")
+    folder = Path(config.output).expanduser()
+    dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
+    if (folder / INDEX).is_file():
+        raise UserError(f"{folder} holds a model already: name another output")
+    with Watch() as watch:
+        made = plan(config.quantization, open_source(config.model, watch.step), dtype, FORMATS["decodelab"])
+        reports = write(made, folder, watch.step)
+    _show(made, reports, folder)
+    return 0
+
+
+def _show(plan: Quantising, reports: Sequence[Report], folder: Path) -> None:
+    console = Console(highlight=False, markup=False)
+    table = columns("layers", "n", "bits", "group", "MB", "error", "worst", "in block")
+    kinds = dict.fromkeys(report.name.split(".", 3)[-1] for report in reports)
+    for kind in kinds:
+        of = [report for report in reports if report.name.endswith(kind)]
+        worst = max(of, key=lambda report: report.error)
+        table.add_row(
+            kind,
+            str(len(of)),
+            "/".join(str(bits) for bits in sorted({report.bits for report in of})),
+            "/".join(str(size) for size in sorted({report.group_size for report in of})),
+            f"{sum(report.nbytes for report in of) / 1e6:.2f}",
+            f"{sum(report.error for report in of) / len(of):.5f}",
+            f"{worst.error:.5f}",
+            worst.name.split(".")[2],
+        )
+    console.print(table)
+    skipped = sum(q is None for q in plan.layers.values())
+    console.print(f"{len(reports)} layers quantised, {skipped} left as they are", soft_wrap=True)
+    for note in dict.fromkeys(note for report in reports for note in report.notes):
+        console.print(f"note: {note}", soft_wrap=True)
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
+    console.print(f"written to {folder}; model.path={folder}", soft_wrap=True)

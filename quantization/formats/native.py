@@ -1,0 +1,71 @@
+"""Our own format: everything that codes can be. A layer X has X.codes uint8 [N, ⌈K · bits / 8⌉], a row's codes as one
+stream of bits, X.scale [N, G], one of X.zero uint8 [N, G] and X.shift [N, G], and X.groups int32 [K] where the columns
+are not grouped in order. quantization_config says of each layer its columns, bits and group size."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...errors import UserError
+from ..codes import Codes, pack, unpack
+from .format import Shape
+
+VERSION = 1
+
+
+class Native:
+    name: ClassVar[str] = "decodelab"
+
+    def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        if config.get("version") != VERSION:
+            raise UserError(
+                f"quantization_config is of version {config.get('version')}, and {VERSION} is read: quantise again"
+            )
+        found = {}
+        for layer, about in config["layers"].items():
+            columns, bits, group = about["columns"], about["bits"], about["group_size"]
+            rows = shapes.get(f"{layer}.codes", (0, 0))[0]
+            groups = -(-columns // group)
+            second = "zero" if f"{layer}.zero" in shapes else "shift"
+            wanted = {"codes": (rows, -(-columns * bits // 8)), "scale": (rows, groups), second: (rows, groups)}
+            for part, shape in wanted.items():
+                if shapes.get(f"{layer}.{part}") != shape:
+                    raise UserError(
+                        f"{layer}.{part} is {shapes.get(f'{layer}.{part}')}, but must be {shape} by "
+                        "quantization_config: the checkpoint is incomplete or of two models; quantise again"
+                    )
+            found[layer] = rows, columns
+        return found
+
+    def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
+        about = config["layers"][layer]
+        parts = {part: tensor(f"{layer}.{part}") for part in about["parts"]}
+        return Codes(
+            unpack(tensor(f"{layer}.codes"), about["bits"], about["columns"]),
+            bits=about["bits"],
+            group_size=about["group_size"],
+            activation_bits=about["activation_bits"],
+            **parts,
+        )
+
+    def write(self, layer: str, codes: Codes) -> dict[str, Tensor]:
+        parts = {f"{layer}.{name}": getattr(codes, name).contiguous() for name in _parts(codes)}
+        return {f"{layer}.codes": pack(codes.codes, codes.bits), **parts}
+
+    def config(self, layers: Mapping[str, Codes]) -> dict[str, Any]:
+        about = {
+            layer: {
+                "columns": codes.shape[1],
+                "bits": codes.bits,
+                "group_size": codes.group_size,
+                "activation_bits": codes.activation_bits,
+                "parts": _parts(codes),
+            }
+            for layer, codes in layers.items()
+        }
+        return {"quant_method": self.name, "version": VERSION, "layers": about}
+
+
+def _parts(codes: Codes) -> list[str]:
+    return [name for name in ("scale", "zero", "shift", "groups") if getattr(codes, name) is not None]

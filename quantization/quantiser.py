@@ -1,0 +1,128 @@
+"""What a quantiser is: one linear layer and what was seen of its input in, codes out."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import UserError
+from .codes import Codes
+
+SAMPLE = 512  # rows of a layer's input that are kept as they are
+OVERRIDABLE = ("bits", "group_size", "symmetric", "clip")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The text that a model is run over. `path`: rows as a task has them, or plain text; `template`: a chat template
+    that wraps each row's prompt and response (None: bare text); `tokens` in all, in pieces of `length`, drawn by
+    `seed`."""
+
+    path: str | None = None
+    template: str | None = None
+    tokens: int = 16384
+    length: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at = "quantization.calibration."
+        if self.length < 8:
+            raise UserError(f"{at}length must be at least 8, got {self.length}")
+        if self.tokens < self.length:
+            raise UserError(f"{at}tokens={self.tokens} is less than one piece of {at}length={self.length}")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What was seen of the rows x that a layer reads. `hessian`: the mean of x xᵀ, `magnitude`: of |x|, `sample`: some
+    of the rows, `count`: how many there were. All float32."""
+
+    hessian: Float[Tensor, "K K"]
+    magnitude: Float[Tensor, " K"]
+    sample: Float[Tensor, "R K"]
+    count: int
+
+    @staticmethod
+    def of(rows: Iterable[Float[Tensor, "T K"]], seed: int = 0) -> "Inputs":
+        """Padding must not be among the rows. Sums are in float32, products too: half types overflow here."""
+        total: Tensor | None = None
+        kept: list[Tensor] = []
+        draws = torch.Generator().manual_seed(seed)
+        count = 0
+        for some in rows:
+            x = some.float()
+            if total is None:
+                total, magnitude = x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(x.shape[1])
+            total.addmm_(x.T, x)
+            magnitude += x.abs().sum(0)
+            count += len(x)
+            kept.append(x[torch.randperm(len(x), generator=draws)[:SAMPLE].to(x.device)])
+            if sum(map(len, kept)) > 8 * SAMPLE:
+                kept = [_some(kept, draws)]
+        assert total is not None
+        return Inputs(total / count, magnitude / count, _some(kept, draws), count)
+
+
+def _some(kept: list[Tensor], draws: torch.Generator) -> Tensor:
+    rows = torch.cat(kept)
+    return rows[torch.randperm(len(rows), generator=draws)[:SAMPLE].to(rows.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A layer's codes, and notes on what did not go as was asked, such as a fallback."""
+
+    codes: Codes
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Quantiser(Protocol):
+    """Settings of the group `quantization`. `calibration`: None where nothing is read of a layer's input."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def calibration(self) -> Calibration | None: ...
+    @property
+    def overrides(self) -> Mapping[str, Any]: ...
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+        """Before anything is read. Refuses layers [N, K] that cannot be quantised so, all in one line; warns."""
+
+    def layer(self, weight: Float[Tensor, "N K"], seen: Inputs | None) -> Quantised: ...
+
+
+@runtime_checkable
+class Scales(Quantiser, Protocol):
+    """It first moves part of the input's scale into the weights of the layers that read it (AWQ)."""
+
+    def scale(self, weights: Mapping[str, Float[Tensor, "N K"]], seen: Inputs) -> Float[Tensor, " K"] | None:
+        """What the columns are to be multiplied by, and the input divided by; None: left as it is."""
+
+
+def settings_of(settings: Any, name: str) -> Any:
+    """The settings for the layer `name`: the last pattern in `overrides` that fits it decides (none: not quantised)."""
+    found: Any = {}
+    for pattern, keys in settings.overrides.items():
+        if fnmatchcase(name, pattern):
+            found = keys
+    if found in (None, "none"):
+        return None
+    if not isinstance(found, Mapping) or (unknown := [key for key in found if key not in OVERRIDABLE]):
+        said = f"has {unknown[0]}" if isinstance(found, Mapping) else f"is {found!r}"
+        raise UserError(f"quantization.overrides of {name} {said}: give none, or a mapping of {', '.join(OVERRIDABLE)}")
+    return replace(settings, **found, overrides={}) if found else settings
+
+
+def check_overrides(settings: Any, names: Iterable[str]) -> None:
+    """Refuses a pattern that fits no layer."""
+    known = list(names)
+    for pattern in settings.overrides:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise UserError(
+                f"quantization.overrides: {pattern!r} fits none of the {len(known)} layers, such as {known[0]}"
+            )

@@ -1,0 +1,90 @@
+"""A model block by block: each layer is quantised from inputs that have come through all that was quantised before it.
+
+Memory holds one block in float32, the calibration text's hidden states, and a K × K matrix for the layers that read the
+same input.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .codes import Codes
+from .quantiser import Inputs, Quantiser, Scales
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """Linear layers that read the same input, by name."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def weight(self, name: str) -> Float[Tensor, "N K"]: ...
+    def put(self, name: str, codes: Codes) -> None:
+        """In place of the weight."""
+
+    def inputs(self) -> Iterator[Float[Tensor, "T K"]]:
+        """What the layers read of the calibration text, a piece at a time; no padding is among it."""
+
+    def feasible(self, by: Float[Tensor, " K"]) -> Float[Tensor, " K"] | None:
+        """The nearest scale that what feeds the layers can be divided by; None: it cannot be divided."""
+
+    def scale(self, by: Float[Tensor, " K"]) -> None:
+        """Multiply the layers' columns, and divide what feeds them."""
+
+
+@runtime_checkable
+class QuantisableBlock(Protocol):
+    """A block of a model; its stages in the order in which they run."""
+
+    @property
+    def stages(self) -> Sequence[Stage]: ...
+    def advance(self) -> None:
+        """The calibration text's hidden states go through the block as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of a layer. `error`: of its output, ‖(W − Ŵ) x‖² / ‖W x‖² over the calibration text (None without
+    one: of the weight itself)."""
+
+    name: str
+    bits: int
+    group_size: int
+    nbytes: int
+    error: float
+    notes: tuple[str, ...] = ()
+
+
+def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) -> Iterator[Report]:
+    """Stage by stage; `settings` by layer, None for those that stay. The caller advances the block.
+
+    Scales are moved first, in all stages: they go into layers that an earlier stage quantises (from o into v)."""
+    chosen = {stage: {name: q for name in stage.names if (q := settings[name]) is not None} for stage in block.stages}
+    for stage, layers in chosen.items():
+        scales = next((q for q in layers.values() if isinstance(q, Scales)), None)
+        if scales is not None:
+            by = scales.scale({name: stage.weight(name) for name in layers}, Inputs.of(stage.inputs()))
+            if by is not None and (by := stage.feasible(by)) is not None:
+                stage.scale(by)
+    for stage, layers in chosen.items():
+        reads = any(q.calibration is not None for q in layers.values())
+        seen = Inputs.of(stage.inputs()) if reads else None
+        for name, q in layers.items():
+            weight = stage.weight(name)
+            done = q.layer(weight, seen)
+            stage.put(name, done.codes)
+            error = output_error(weight, done.codes, seen)
+            yield Report(name, done.codes.bits, done.codes.group_size, done.codes.nbytes, error, done.notes)
+
+
+def output_error(weight: Float[Tensor, "N K"], codes: Codes, seen: Inputs | None) -> float:
+    """‖(W − Ŵ) x‖² / ‖W x‖² in the mean over x; without inputs, x of every direction alike."""
+    lost = codes.dequantise() - weight
+    if seen is None:
+        return float(lost.pow(2).sum() / weight.pow(2).sum().clamp_min(torch.finfo(torch.float32).tiny))
+    whole = ((weight @ seen.hessian) * weight).sum()
+    return float(((lost @ seen.hessian) * lost).sum() / whole.clamp_min(torch.finfo(torch.float32).tiny))
