@@ -7,8 +7,11 @@ is in one file, so that a training that was broken off goes on to the same numbe
 
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -27,9 +30,11 @@ from .model.decoder import Decoder, Tap
 from .model.source import Source
 from .model.storage import atomic_file
 
-Progress = Callable[[int, int, str], None]  # (steps done, steps in all, a note)
+# (steps done, steps in all, a note, the step at which the time will be over, if there is a limit)
+Progress = Callable[[int, int, str, float | None], None]
 _STATE = "decodelab-training"  # the key of our note in a state's metadata
 _SAVE_EVERY_S = 60.0
+_TOLD_EVERY = 10  # steps
 _BETAS = (0.9, 0.95)
 _LEAST = 0.1  # of the learning rate, at the end
 
@@ -162,6 +167,7 @@ class Course:
     tokens: int = 0
     losses: list[float] = field(default_factory=list)  # of the steps since the last row
     why: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # of the last step's loss
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,8 @@ def train(
     told: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Course:
     """Trains in place; `keep` is called while the parameters are the best so far. `state`: the file that a training
-    goes on from, of one with the same `identity` alone. `told` gets each row of the course."""
+    goes on from, of one with the same `identity` alone; Ctrl-C leaves one in which no step is missing. `told` gets each
+    row of the course, those of before a resume too, and every few steps `step/loss` and `step/learning_rate`."""
     steps_an_epoch = -(-len(texts) // schedule.batch)
     steps = schedule.epochs * steps_an_epoch
     parameters = dict(objective.parameters)
@@ -208,66 +215,106 @@ def train(
     course = Course()
     if state.exists():
         course = _load(state, identity, parameters, optimizer, draws)
-    if course.why is not None:
-        return course
+    for row in course.rows if told is not None else ():
+        told(row)
     saved = time.monotonic()
-    while course.step < steps:
-        begin = time.perf_counter()
-        epoch, at = divmod(course.step, steps_an_epoch)
-        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed + 1 + epoch)).tolist()
-        batch = [texts[i] for i in order[at * schedule.batch : (at + 1) * schedule.batch]]
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(course.step, steps)
-        loss = objective.loss(batch, course.step / steps, draws)
-        if not math.isfinite(value := float(loss.value.detach())):
-            rate = f"train.schedule.learning_rate={schedule.learning_rate}"
-            raise UserError(f"the loss is {value} at step {course.step + 1}: lower {rate}")
-        optimizer.zero_grad(set_to_none=True)
-        loss.value.backward()
-        torch.nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
-        optimizer.step()
-        course.losses.append(value)
-        course.step += 1
-        course.tokens += sum(len(text.tokens) for text in batch)
-        course.seconds += time.perf_counter() - begin
-        late = schedule.minutes is not None and course.seconds >= 60 * schedule.minutes
-        if course.step % schedule.every == 0 or course.step == steps or late:
-            _judge(course, judge, keep, loss.parts, told)
-            if schedule.patience is not None and course.best is not None:
-                since = len(course.rows) - 1 - course.best
-                if since >= schedule.patience:
-                    course.why = f"the last {since} validations were no better than the one before them"
-            if late and course.why is None:
-                course.why = f"train.schedule.minutes={schedule.minutes} are over"
-            if course.step == steps and course.why is None:
-                course.why = "all steps are done"
-            _save(state, identity, parameters, optimizer, draws, course)
-            saved = time.monotonic()
-        elif time.monotonic() - saved > _SAVE_EVERY_S:
-            _save(state, identity, parameters, optimizer, draws, course)
-            saved = time.monotonic()
-        if progress is not None:
-            progress(course.step, steps, _note(course, value))
-        if course.why is not None:
-            break
+    try:
+        while course.why is None:
+            if not _due(course, schedule, steps):
+                with _undisturbed():
+                    epoch, at = divmod(course.step, steps_an_epoch)
+                    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed + 1 + epoch))
+                    batch = [texts[i] for i in order.tolist()[at * schedule.batch : (at + 1) * schedule.batch]]
+                    _step(objective, batch, schedule, steps, optimizer, draws, course)
+                if told is not None and course.step % _TOLD_EVERY == 0:
+                    rate = schedule.rate(course.step - 1, steps)
+                    told({"step": course.step, "step/loss": course.losses[-1], "step/learning_rate": rate})
+            loss = course.losses[-1]
+            if _due(course, schedule, steps):
+                score = judge()  # where Ctrl-C ends it, it is asked again
+                with _undisturbed():
+                    _judged(course, score, keep)
+                    course.why = _why(course, schedule, steps)
+                    _save(state, identity, parameters, optimizer, draws, course)
+                saved = time.monotonic()
+                if told is not None:
+                    told(course.rows[-1])
+            elif time.monotonic() - saved > _SAVE_EVERY_S:
+                _save(state, identity, parameters, optimizer, draws, course)
+                saved = time.monotonic()
+            if progress is not None:
+                progress(course.step, steps, _note(course, loss), _last(course, schedule))
+    except KeyboardInterrupt:
+        if course.step:
+            with _undisturbed():
+                _save(state, identity, parameters, optimizer, draws, course)
+        raise
     return course
 
 
-def _judge(
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until what is inside is done."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):  # it raises nothing here
+        yield
+        return
+    pressed: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *which: pressed.append(which))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        before(*pressed[0])
+
+
+def _step(
+    objective: Objective,
+    batch: Sequence[Text],
+    schedule: Schedule,
+    steps: int,
+    optimizer: torch.optim.AdamW,
+    draws: torch.Generator,
     course: Course,
-    judge: Callable[[], Score],
-    keep: Callable[[], None],
-    parts: Mapping[str, float],
-    told: Callable[[Mapping[str, Any]], None] | None,
 ) -> None:
-    score = judge()
+    begin = time.perf_counter()
+    for group in optimizer.param_groups:
+        group["lr"] = schedule.rate(course.step, steps)
+    loss = objective.loss(batch, course.step / steps, draws)
+    if not math.isfinite(value := float(loss.value.detach())):
+        rate = f"train.schedule.learning_rate={schedule.learning_rate}"
+        raise UserError(f"the loss is {value} at step {course.step + 1}: lower {rate}")
+    optimizer.zero_grad(set_to_none=True)
+    loss.value.backward()
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], schedule.clip)
+    optimizer.step()
+    course.losses.append(value)
+    course.parts = dict(loss.parts)
+    course.step += 1
+    course.tokens += sum(len(text.tokens) for text in batch)
+    course.seconds += time.perf_counter() - begin
+
+
+def _late(course: Course, schedule: Schedule) -> bool:
+    return schedule.minutes is not None and course.seconds >= 60 * schedule.minutes
+
+
+def _due(course: Course, schedule: Schedule, steps: int) -> bool:
+    """Whether a validation comes next."""
+    if not course.losses:
+        return False
+    return course.step % schedule.every == 0 or course.step == steps or _late(course, schedule)
+
+
+def _judged(course: Course, score: Score, keep: Callable[[], None]) -> None:
     course.rows.append(
         {
             "step": course.step,
             "seconds": course.seconds,
             "tokens": course.tokens,
             "loss": sum(course.losses) / len(course.losses),
-            **parts,
+            **course.parts,
             "value": score.value,
             **score.facts,
         }
@@ -276,13 +323,27 @@ def _judge(
     if course.best is None or score.value > course.rows[course.best]["value"]:
         course.best = len(course.rows) - 1
         keep()
-    if told is not None:
-        told(course.rows[-1])
+
+
+def _why(course: Course, schedule: Schedule, steps: int) -> str | None:
+    """What ends it behind its last row; None while nothing does."""
+    assert course.best is not None
+    since = len(course.rows) - 1 - course.best
+    if schedule.patience is not None and since >= schedule.patience:
+        return f"the last {since} validations were no better than the one before them"
+    if _late(course, schedule):
+        return f"train.schedule.minutes={schedule.minutes} are over"
+    return "all steps are done" if course.step == steps else None
+
+
+def _last(course: Course, schedule: Schedule) -> float | None:
+    """The step at which `minutes` will be over, by the pace so far."""
+    return None if schedule.minutes is None else course.step * 60 * schedule.minutes / course.seconds
 
 
 def _note(course: Course, loss: float) -> str:
     best = "" if course.best is None else f", best so far {course.rows[course.best]['value']:.3f}"
-    return f"loss {loss:.3f}{best}"
+    return f"loss {loss:.3f}, {course.tokens / course.seconds:.0f} tokens/s{best}"
 
 
 def _save(

@@ -18,7 +18,6 @@ Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, b
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
-_REMEDY = "free some space, or set DECODELAB_CACHE to a folder on a larger disk"
 _ABANDONED = 24 * 3600  # seconds after which a partial file is taken for the rest of a killed process
 _SETTLED = 2_000_000_000  # ns: a file changed more recently may change again under the same size and time stamp
 
@@ -41,12 +40,20 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise UserError(f"the disk is full: {path} was not written; {_REMEDY}") from error
+            raise UserError(f"the disk is full: {path} was not written; {_more_room(path)}") from error
         if error.errno in _UNUSABLE:
-            raise UserError(
-                f"{path} is not writable ({error.strerror}): set DECODELAB_CACHE to a folder of yours"
-            ) from error
+            remedy = f"{_place(path)} a folder of yours"
+            raise UserError(f"{path} is not writable ({error.strerror}): {remedy}") from error
         raise
+
+
+def _more_room(path: Path) -> str:
+    return f"free some space, or {_place(path)} a folder on a larger disk"
+
+
+def _place(path: Path) -> str:
+    """How a user moves what lies there: the cache, or a folder that a command has named."""
+    return "set DECODELAB_CACHE to" if path.absolute().is_relative_to(cache_dir().absolute()) else "name"
 
 
 @contextmanager
@@ -120,7 +127,7 @@ def _partial(path: Path, size: int = 0) -> Path:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise UserError(f"{path} needs {_gb(size)}, but its disk has {_gb(free)} free: {_REMEDY}")
+        raise UserError(f"{path} needs {_gb(size)}, but its disk has {_gb(free)} free: {_more_room(path)}")
     return folder / f".{path.name}.{uuid.uuid4().hex}.partial"
 
 

@@ -1,8 +1,11 @@
 """The loop: what it steps through, where it ends, what it keeps, and that a training goes on exactly."""
 
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +38,19 @@ class Mean:
 
 
 def run(
-    objective: Mean, folder: Path, judged: Sequence[float] | None = None, kept: list[float] | None = None, **keys: Any
+    objective: Mean,
+    folder: Path,
+    judged: Sequence[float] | None = None,
+    kept: list[float] | None = None,
+    judge: Callable[[], Score] | None = None,
+    progress: Any = None,
+    told: Any = None,
+    **keys: Any,
 ) -> Course:
     """`judged`: the predicted speedups, one a validation; by default the better the nearer."""
     scores = iter(judged or ())
 
-    def judge() -> Score:
+    def nearness() -> Score:
         value = next(scores) if judged else 10.0 - abs(4.5 - float(objective.x.detach()))
         return Score(value, {"tokens_per_step": 1.5})
 
@@ -52,8 +62,10 @@ def run(
         seed=3,
         state=folder / "state.safetensors",
         identity={"of": "mean"},
-        judge=judge,
+        judge=nearness if judge is None else judge,
         keep=lambda: None if kept is None else kept.append(float(objective.x.detach())),
+        progress=progress,
+        told=told,
     )
 
 
@@ -124,6 +136,82 @@ def test_a_training_that_was_broken_off_goes_on_exactly(broken: int, tmp_path: P
         for row in course.rows:
             row["seconds"] = 0.0
     assert got == want
+
+
+@pytest.mark.parametrize("pressed", [1, 3, 4, 12])
+def test_ctrl_c_waits_for_the_end_of_a_step(pressed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pressed when its chance is drawn and nothing has changed yet: no step is lost, none is made twice."""
+    first, second = tmp_path / "whole", tmp_path / "broken"
+    first.mkdir()
+    second.mkdir()
+    whole, begun, again, loss = Mean(), Mean(), Mean(), Mean.loss
+    want = run(whole, first)
+
+    def pressing(self: Mean, *args: Any) -> Loss:
+        found = loss(self, *args)
+        if self is begun and len(self.seen) == pressed:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(Mean, "loss", pressing)
+    with pytest.raises(KeyboardInterrupt):
+        run(begun, second)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    got = run(again, second)
+    assert begun.seen + again.seen == whole.seen
+    assert len(begun.seen) == pressed
+    assert torch.equal(again.x, whole.x)
+    assert [row["loss"] for row in got.rows] == [row["loss"] for row in want.rows]
+
+
+def test_a_validation_that_was_broken_off_is_made_again(tmp_path: Path):
+    asked: list[int] = []
+    objective = Mean()
+
+    def judge() -> Score:
+        asked.append(len(objective.seen))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return Score(1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(objective, tmp_path, judge=judge)
+    assert asked == [2, 4]
+    again = Mean()
+    course = run(again, tmp_path, judge=lambda: Score(float(len(again.seen))))
+    assert [row["step"] for row in course.rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["value"] for row in course.rows] == [1.0, 0.0, 2.0, 4.0, 6.0, 8.0]
+    (tmp_path / "state.safetensors").unlink()
+    assert course.rows[1]["wanted"] == run(Mean(), tmp_path).rows[1]["wanted"]
+
+
+def test_what_is_told(tmp_path: Path):
+    """Each row, again after a resume; every ten steps the loss and the learning rate."""
+    told: list[Mapping[str, Any]] = []
+    course = run(Mean(), tmp_path, every=8, told=told.append)
+    assert [row["step"] for row in told] == [8, 10, 12]
+    assert [told[0], told[2]] == course.rows
+    assert told[1].keys() == {"step", "step/loss", "step/learning_rate"}
+    assert told[1]["step/learning_rate"] == Schedule(learning_rate=0.5).rate(9, 12)
+    told.clear()
+    run(Mean(), tmp_path, every=8, told=told.append)
+    assert told == course.rows
+
+
+def test_the_progress_tells_where_the_time_will_be_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(1000))
+    seconds = SimpleNamespace(perf_counter=lambda: float(next(clock)), monotonic=time.monotonic)  # one a step
+    monkeypatch.setattr("decodelab.decoding.training.time", seconds)
+    told: list[tuple[Any, ...]] = []
+    course = run(Mean(), tmp_path, minutes=1 / 12, progress=lambda *step: told.append(step))
+    assert [step[:2] for step in told] == [(n, 12) for n in range(1, 6)]
+    assert [step[3] for step in told] == pytest.approx([5.0] * 5)
+    assert told[0][2].endswith(", 12 tokens/s")
+    assert course.why == f"train.schedule.minutes={1 / 12} are over"
+    (tmp_path / "state.safetensors").unlink()
+    told.clear()
+    run(Mean(), tmp_path, progress=lambda *step: told.append(step))
+    assert told[0][3] is None
 
 
 def test_a_state_of_another_training_is_refused(tmp_path: Path):
