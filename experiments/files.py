@@ -65,6 +65,21 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def make_folder(folder: Path, exist_ok: bool = True) -> None:
+    """One that can be written, found out before the work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"output folder {folder} cannot be written ({error.strerror}); name another with output=DIR")
+
+
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_atomic(folder / "result.json", json.dumps(result, indent=1, default=str) + "\n")
 

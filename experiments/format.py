@@ -47,6 +47,17 @@ def seconds(value: float | None) -> str:
     return f"{1e3 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes = round(seconds / 60)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def size(value: int | float | None) -> str:
     if value is None:
         return "–"

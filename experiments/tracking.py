@@ -1,4 +1,4 @@
-"""Where a run is mirrored while it goes on. The files of its folder stay the truth."""
+"""Where a run or a training is mirrored while it goes on. The files of its folder stay the truth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 from ..decoding.events import Generation
 from .metrics import decode_seconds, ratio
 
+RUN_FILES = ("samples.jsonl", "events.jsonl", "quality.jsonl", "flips.jsonl")
+
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
     """What is known before it runs. `sweep`: the id of the sweep it is a cell of; `job`: speed, quality,
-    both or replay."""
+    both, replay or train."""
 
     key: str
     label: str
@@ -35,11 +37,12 @@ class Tracker(Protocol):
     def warnings(self) -> Sequence[str]: ...
     def __enter__(self) -> "Tracker": ...
     def __exit__(self, *error: object) -> None: ...
-    def prompt(self, row: Mapping[str, Any]) -> None:
-        """After each prompt: flat numbers so far, as `Running` has them."""
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Flat numbers: after each prompt those so far, as `Running` has them; of a training those of a `step`."""
 
-    def done(self, result: Mapping[str, Any]) -> None:
-        """Once the folder is written: `result` is what result.json holds."""
+    def done(self, result: Mapping[str, Any], files: Sequence[str] = RUN_FILES) -> None:
+        """Once the folder is written: `result` is what result.json holds, of a training flat numbers and its `status`;
+        `files` of the folder are kept with it, as far as they are there."""
 
 
 @runtime_checkable
@@ -68,8 +71,8 @@ class Untracked:
         return self
 
     def __exit__(self, *error: object) -> None: ...
-    def prompt(self, row: Mapping[str, Any]) -> None: ...
-    def done(self, result: Mapping[str, Any]) -> None: ...
+    def row(self, row: Mapping[str, Any]) -> None: ...
+    def done(self, result: Mapping[str, Any], files: Sequence[str] = RUN_FILES) -> None: ...
 
 
 @dataclass(slots=True)

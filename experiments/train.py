@@ -4,10 +4,14 @@ The answers are made first, side by side, and kept in the output's folder, so th
 for none again. Some prompts are kept back; on them the real loop says what the drafter is worth so far.
 """
 
-import hashlib
 import json
+import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,30 +20,37 @@ from rich.console import Console
 
 from ..decoding import loop
 from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, predict
-from ..decoding.events import finish
 from ..decoding.model.load import load_decoder
-from ..decoding.model.source import Source, open_source
+from ..decoding.model.source import ModelSpec, Source, named, open_source
 from ..decoding.request import Request
-from ..decoding.training import Course, Drafts, Score, Stands, Text, train
+from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, train
 from ..errors import UserError
 from . import hardware
+from .compose import defaults, quoted
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
-from .files import read_lines, write_atomic
-from .format import number, percent
+from .files import make_folder, misfit, write_atomic
+from .format import duration, number, percent, size
 from .lab import Lab, build_lab
-from .measure import request_of
 from .metrics import acceptance
 from .product import check_product, product
 from .progress import Watch
+from .result import provenance
+from .sweep.lock import lock_folder
 from .table import columns
-from .tasks import Task, load_task
+from .target_answers import Lessons, answered, digest, enough, text
+from .tasks import load_task
+from .tracking import RunInfo
 
 ANSWERS = "answers.jsonl"
 STATE = "state.safetensors"
 COSTS = "costs.json"
 COURSE = "course.json"
+NOT_TRAINED = (ANSWERS, STATE, COSTS)  # of a training's folder, beside what was trained and how that went
 _SOME = 3  # prompts from which a draft's cost is taken
+_COSTS = {
+    "context": int, "seconds": {"1": float, "*": float}, "draft": {"step_s": float, "token_s": float, "host_s": float}
+}  # fmt: skip
 # What a row of the course may tell: the heading of its column, and how it is written.
 _FACTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "tokens_per_step": ("tokens/step", number),
@@ -51,7 +62,7 @@ _FACTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "perplexity": ("perplexity", number),
     "teacher_perplexity": ("teacher's", number),
 }
-_USED = {"draft": "drafting=draft_model drafting.model.path=", "student": "model.path="}  # other than as heads are
+_USED = {"draft": ("drafting=draft_model", "drafting.model.path"), "student": ("", "model.path")}  # not as heads are
 
 
 @dataclass(frozen=True)
@@ -85,125 +96,163 @@ def train_job(config: RunConfig) -> int:
         raise UserError("name what is to be trained, such as train=medusa")
     if config.output is None or not config.output.strip():
         raise UserError("train writes a folder: name it with output=DIR")
+    config.tracking.check()
     folder = Path(config.output).expanduser()
+    try:
+        with hardware.torch_threads(config.threads), ExitStack() as stack:
+            return _train(config, settings, folder, stack)
+    except KeyboardInterrupt:
+        print("decodelab: interrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
+def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) -> int:
+    started = datetime.now(UTC)
     device = resolve_device(config.device)
-    dtype, _ = resolve_dtype(config.dtype, device)
+    dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task)
-    with hardware.torch_threads(config.threads), Watch() as watch:
+    schedule = settings.schedule
+    enough(len(task.items), schedule.held_back)
+    with Watch() as watch:
         source = open_source(config.model, watch.step)
         start = settings.check(source)
         check_product(config, source)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        stack.callback(lock_folder(folder, "a training").release)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
         lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
-        rows = answered(lab, task, config, folder / ANSWERS, watch.step)
-        texts, held = _split(rows, settings.schedule.held_back, settings.schedule.longest)
-        back = {row["id"] for row in held}
+        answers = answered(
+            lab,
+            task,
+            config.task,
+            folder / ANSWERS,
+            seed=config.seed,
+            batch=config.batch,
+            progress=watch.step,
+        )
+        lessons = Lessons.of(answers, schedule.held_back, schedule.longest)
         learner = settings.learner(source, target, config.seed, start)
-        if isinstance(learner, Drafts):
-            requests = [r for r, row in zip(_requests(lab, task, config), rows, strict=True) if row["id"] in back]
-            costs = _costs(folder / COSTS, lab, learner, requests, config.seed, watch.step)
-            judge = partial(Judge(lab, requests, config.seed, costs), learner)
-        else:
-            assert isinstance(learner, Stands)
-            judge = partial(learner.score, [_text(row) for row in held if len(row["tokens"]) > 1])
+        judge = _judge(learner, lab, lessons, config.seed, folder, watch)
         identity = {
             "kind": settings.kind,
             "settings": config.resolved["train"],
             "target": source.digest,
             "dtype": str(dtype).removeprefix("torch."),
-            "answers": _digest(rows),
+            "answers": answers.digest,
             "seed": config.seed,
         }
         about = {
             "settings": config.resolved["train"],
-            "prompts": len(texts),
-            "answers": identity["answers"],
+            "prompts": len(lessons.texts),
+            "answers": answers.digest,
             "task": task.label,
         }
-        course = train(
-            learner.objective,
-            texts,
-            settings.schedule,
-            seed=config.seed,
-            state=folder / STATE,
-            identity=identity,
-            judge=judge,
-            keep=lambda: learner.save(folder, source, about),
-            progress=lambda done, steps, note: watch.step("training", done, steps, note),
+        digests = {
+            "weights": source.digest,
+            "task": task.digest,
+            "answers": answers.digest,
+            "settings": digest(config.resolved["train"]),
+        }
+        title = f"{settings.kind} for {source.label}, {task.label}"
+        settled = {"dtype": identity["dtype"], "device": str(device)}
+        made = provenance(
+            dtype,
+            config.seed,
+            device=hardware.describe_device(device),
+            dtype_reason=why,
+            started_at=started.isoformat(timespec="seconds"),
         )
-        write_atomic(folder / COURSE, json.dumps(asdict(course), indent=1) + "\n")
-    _show(course, settings.kind, source, len(texts), len(back), folder)
+        info = RunInfo(digest(identity), title, "train", folder, config.resolved | settled, digests, made)
+        with config.tracking.open(info) as tracker:
+            course = train(
+                learner.objective,
+                lessons.texts,
+                schedule,
+                seed=config.seed,
+                state=folder / STATE,
+                identity=identity,
+                judge=judge,
+                keep=lambda: learner.save(folder, source, about),
+                progress=partial(watch.step, "training"),
+                told=lambda row: tracker.row(_flat(row)),
+            )
+            costs = {
+                "tokens_per_second": course.tokens / course.seconds,
+                "peak_memory_bytes": _peak(folder / COURSE, digests, hardware.peak_memory_bytes(device)),
+                "answers_s": sum(a.seconds for a in answers.all),
+            }
+            written = {**asdict(course), **costs, "digests": digests, "provenance": made}
+            write_atomic(folder / COURSE, json.dumps(written, indent=1) + "\n")
+            assert course.best is not None
+            best = {f"best/{name}": value for name, value in _flat(course.rows[course.best]).items()}
+            files = [f.name for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+            tracker.done(
+                {"status": "done", "why": course.why, **costs, **best}, [f for f in files if f not in NOT_TRAINED]
+            )
+    _show(course, settings.kind, source, lessons, costs, lessons.left_out(config.task, schedule, lab.context))
+    print(f"written to {folder}; use it:\n{_command(settings.kind, config.model, folder)}")
     if isinstance(learner, Stands):
-        with hardware.torch_threads(config.threads):
-            return product(config, source, target, folder)
+        return product(config, source, target, folder)
     return 0
 
 
-def _requests(lab: Lab, task: Task, config: RunConfig) -> list[Request]:
-    return [request_of(lab, item, (), config.task) for item in task.items]
+def _judge(
+    learner: Learner, lab: Lab, lessons: Lessons, seed: int, folder: Path, watch: Watch
+) -> Callable[[], Score]:
+    if isinstance(learner, Drafts):
+        requests = [a.request for a in lessons.held]
+        costs = _costs(folder / COSTS, lab, learner, requests, seed, watch.step)
+        return partial(Judge(lab, requests, seed, costs), learner)
+    assert isinstance(learner, Stands)
+    return partial(learner.score, [text(a) for a in lessons.held if len(a.tokens) > 1])
 
 
-def answered(
-    lab: Lab, task: Task, config: RunConfig, file: Path, progress: Callable[[str, int, int], None]
-) -> list[dict[str, Any]]:
-    """The target's answer to the first turn of each item, in the task's order: those of the file, and the rest."""
-    requests = _requests(lab, task, config)
-    made = {
-        "target": lab.source.digest,
-        "law": asdict(lab.acceptance.law()),
-        "seed": config.seed,
-        "max_new_tokens": config.task.max_new_tokens,
-    }
-    mark = _digest(made)
-    kept = {row["id"]: row for row in read_lines(file) if row.get("made") == mark and "tokens" in row}
-    rows: dict[str, dict[str, Any]] = {}
-    missing = []
-    for item, r in zip(task.items, requests, strict=True):
-        row = kept.get(item.id)
-        if row is not None and row["prompt"] == list(r.prompt):
-            rows[item.id] = row
-        else:
-            missing.append((item.id, r))
-    with file.open("a", encoding="utf-8") as out:
-        for at in range(0, len(missing), config.batch):
-            some = missing[at : at + config.batch]
-            progress("answers", len(rows), len(task.items))
-            for (name, r), g in zip(some, finish(lab.strategy([r for _, r in some], config.seed)), strict=True):
-                rows[name] = {"id": name, "made": mark, "prompt": list(r.prompt), "tokens": g.tokens}
-                out.write(json.dumps(rows[name]) + "\n")
-            out.flush()
-    progress("answers", len(rows), len(task.items))
-    return [rows[item.id] for item in task.items]
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a list holds is told as NAME/1, NAME/2, …"""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        listed = isinstance(value, list | tuple)
+        flat |= {f"{name}/{i}": one for i, one in enumerate(value, 1)} if listed else {name: value}
+    return flat
 
 
-def _digest(found: Any) -> str:
-    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _peak(file: Path, digests: Mapping[str, Any], now: int | None) -> int | None:
+    """The most memory: of this process, or of the one that ended this very training before."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or none of ours
+        found = None
+    if misfit(found, {"digests": dict, "peak_memory_bytes": int}) is not None or found["digests"] != digests:
+        return now
+    return max(found["peak_memory_bytes"], now or 0)
 
 
-def _split(
-    rows: Sequence[Mapping[str, Any]], held_back: int, longest: int
-) -> tuple[list[Text], list[Mapping[str, Any]]]:
-    """(the texts that are learnt from, none longer than `longest`; the rows kept back, chosen by a hash)."""
-    if len(rows) <= held_back:
-        raise UserError(
-            f"train.schedule.held_back={held_back} of {len(rows)} prompts leaves none to learn from: give more"
-        )
-    back = set(sorted((row["id"] for row in rows), key=_digest)[:held_back])
-    texts = [
-        _text(row)
-        for row in rows
-        if row["id"] not in back and len(row["tokens"]) > 2 and len(row["prompt"]) + len(row["tokens"]) <= longest
+def _command(kind: str, model: ModelSpec, folder: Path) -> str:
+    """What uses it."""
+    part, key = _USED.get(kind, (f"drafting={kind}", "drafting.path"))
+    words = [] if key == "model.path" else _model_words(model)
+    return shlex.join(["decodelab", "run", *words, *filter(None, [part]), _word(key, str(folder))])
+
+
+def _model_words(spec: ModelSpec) -> list[str]:
+    """What names this model on a command line; the default one needs none."""
+    usual = str(defaults()["model"])
+    try:
+        name, base = spec.name, named(spec.name or usual)
+    except UserError:  # of a folder of the user's own configurations
+        name, base = usual, named(usual)
+    words = [] if name in (None, usual) else [f"model={name}"]
+    keys = ("path", "revision", "adapter")
+    return words + [
+        _word(f"model.{key}", getattr(spec, key)) for key in keys if getattr(spec, key) != getattr(base, key)
     ]
-    if not texts:
-        raise UserError(
-            f"no text to learn from: it takes answers of 3 tokens, in texts of at most train.schedule.longest={longest}"
-        )
-    return texts, [row for row in rows if row["id"] in back]
 
 
-def _text(row: Mapping[str, Any]) -> Text:
-    return Text((*row["prompt"], *row["tokens"]), len(row["prompt"]))
+def _word(key: str, value: str | None) -> str:
+    """An override; what Hydra would not read as this very text is quoted."""
+    if value is None:
+        return f"{key}=null"
+    return f"{key}={value}" if re.fullmatch(r"[A-Za-z_./][\w./:@%+-]*", value) else f"{key}={quoted(value)}"
 
 
 def _costs(
@@ -216,7 +265,13 @@ def _costs(
 ) -> tuple[Profile, DraftCost]:
     """Measured once and kept: what is judged by them stays comparable, and a training goes on to the same numbers."""
     if file.exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            wrong = misfit(found, _COSTS)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise UserError(f"{file} is damaged ({wrong}): delete it, and costs are measured anew")
         seconds = {int(k): s for k, s in found["seconds"].items()}
         return Profile(found["context"], seconds), DraftCost(**found["draft"])
     progress("costs", 0, 1)
@@ -230,9 +285,14 @@ def _costs(
     return profile, cost
 
 
-def _show(course: Course, kind: str, source: Source, texts: int, back: int, folder: Path) -> None:
+def _show(
+    course: Course, kind: str, source: Source, lessons: Lessons, costs: Mapping[str, Any], left_out: str | None
+) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(f"{kind} for {source.label}: {texts} texts, judged on {back} others\n", soft_wrap=True)
+    texts, back = len(lessons.texts), len({a.id for a in lessons.held})
+    console.print(f"{kind} for {source.label}: {texts} texts, judged on {back} others", soft_wrap=True)
+    if left_out is not None:
+        console.print(left_out, soft_wrap=True)
     told = [fact for fact in _FACTS if any(fact in row for row in course.rows)]
     table = columns("step", "minutes", "tokens", "loss", *(_FACTS[fact][0] for fact in told))
     for n, row in enumerate(course.rows):
@@ -243,7 +303,9 @@ def _show(course: Course, kind: str, source: Source, texts: int, back: int, fold
             number(row["loss"], 3),
             *(_FACTS[fact][1](row[fact]) for fact in told),
         )
+    console.print()
     console.print(table)
     console.print(f"ended because {course.why}; * is kept", soft_wrap=True)
-    used = _USED.get(kind, f"drafting={kind} drafting.path=")
-    console.print(f"written to {folder}; {used}{folder}", soft_wrap=True)
+    spent = f"{duration(costs['answers_s'])} of answers, {duration(course.seconds)} of training at"
+    pace = f"{costs['tokens_per_second']:,.0f} tokens/s, {size(costs['peak_memory_bytes'])} of memory at most"
+    console.print(f"{spent} {pace}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""tracking=wandb: a run's files mirrored as a run of Weights & Biases, while it goes on and when it is over.
+"""tracking=wandb: a run or a training mirrored as a run of Weights & Biases, while it goes on and when it is over.
 
 One run a cell and sweep: its id is the run's key and the sweep's id, with a number behind it where that is taken. A run
 of no sweep has the key and random digits: others of its key may lie in folders that are not known here, and go to the
@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import UserError
 from .files import read_lines
-from .tracking import RunInfo, Tracker, Untracked
+from .tracking import RUN_FILES, RunInfo, Tracker, Untracked
 
 if TYPE_CHECKING:
     import wandb
@@ -28,7 +28,6 @@ Mode = Literal["online", "offline", "disabled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_ROWS = 10_000  # wandb's own bound of a logged table
 START_S, FINISH_S = 30.0, 300.0  # how long an unreachable server may hold a run up, at its start and at its end
-FILES = ("samples.jsonl", "events.jsonl", "quality.jsonl", "flips.jsonl")
 COLUMNS = (
     "id", "category", "speedup", "tokens_per_step", "accepted", "baseline", "strategy", "divergence"
 )  # fmt: skip
@@ -132,7 +131,7 @@ class WeightsAndBiases:
 
 @dataclass(slots=True)
 class Mirror:
-    """One run of wandb. A prompt that cannot be logged is the last one that is tried; the end is tried all the same."""
+    """One run of wandb. A row that cannot be logged is the last one that is tried; the end is tried all the same."""
 
     settings: WeightsAndBiases
     info: RunInfo
@@ -150,33 +149,41 @@ class Mirror:
         with self._harmless("start a run"):
             self.root.mkdir(parents=True, exist_ok=True)
             self._run = self._started()
-            self._run.define_metric("running/*", step_metric="prompt")
+            if self._trains:
+                self._run.define_metric("*", step_metric="step")
+            else:
+                self._run.define_metric("running/*", step_metric="prompt")
         return self
 
-    def prompt(self, row: Mapping[str, Any]) -> None:
+    @property
+    def _trains(self) -> bool:
+        return self.info.job == "train"
+
+    def row(self, row: Mapping[str, Any]) -> None:
         if self._run is None or self._deaf:
             return
         self._deaf = True
-        with self._harmless("log a prompt"):
+        with self._harmless("log a row"):
             self._run.log(_known(row))
             self._deaf = False
 
-    def done(self, result: Mapping[str, Any]) -> None:
+    def done(self, result: Mapping[str, Any], files: Sequence[str] = RUN_FILES) -> None:
         self._status = str(result["status"])
         if self._run is None:
             return
         with self._harmless("log the result"):
-            self._run.summary.update(flat(result))
-        with self._harmless("log the table of prompts"):
-            import wandb
+            self._run.summary.update(_known(result) if self._trains else flat(result))
+        if not self._trains:
+            with self._harmless("log the table of prompts"):
+                import wandb
 
-            rows = table(self.info.folder, self.settings.rows)
-            self._run.log({"prompts": wandb.Table(columns=list(COLUMNS), data=rows)})
+                rows = table(self.info.folder, self.settings.rows)
+                self._run.log({"prompts": wandb.Table(columns=list(COLUMNS), data=rows)})
         with self._harmless("keep the files of the run as an artifact"):
             import wandb
 
             artifact = wandb.Artifact(f"{self._run.id}-files", type="run")
-            for file in (self.info.folder.absolute() / name for name in FILES):
+            for file in (self.info.folder.absolute() / name for name in files):
                 if file.exists():  # where it lies: no copy, neither here nor in a cache
                     artifact.add_file(str(file), policy="immutable", skip_cache=True)
             self._run.log_artifact(artifact)

@@ -1,4 +1,5 @@
-"""One sweep a folder, and one sweep a GPU: locks that end with the processes that hold them, however they end."""
+"""One sweep or training a folder, and one sweep a GPU: locks that end with the processes that hold them, however they
+end."""
 
 import os
 import platform
@@ -16,11 +17,11 @@ class Lock:
     """Held from its creation on. A child that inherits `fd` holds it too: while a killed sweep's worker still runs, no
     other sweep begins. Raises UserError with `busy`, in which {} is who holds it, where another does."""
 
-    def __init__(self, file: Path, busy: str) -> None:
+    def __init__(self, file: Path, busy: str, what: str = "a sweep") -> None:
         try:
             import fcntl
         except ImportError:
-            raise UserError("sweeps lock their folder as Linux and macOS do; on Windows use WSL") from None
+            raise UserError(f"{what} locks its folder as Linux and macOS do; on Windows use WSL") from None
         file.parent.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         until = time.monotonic() + _PATIENCE_S
@@ -35,7 +36,7 @@ class Lock:
                     continue
                 os.close(self.fd)
                 left = f"process {worker} of a killed sweep still runs"
-                who = left if _alive(worker) and not _alive(sweep) else f"process {sweep or 'unknown'} runs a sweep"
+                who = left if _alive(worker) and not _alive(sweep) else f"process {sweep or 'unknown'} runs {what}"
                 raise UserError(busy.format(who)) from None
         self._name(os.getpid())
 
@@ -51,10 +52,10 @@ class Lock:
         os.close(self.fd)
 
 
-def lock_folder(folder: Path) -> Lock:
-    """Of a sweep."""
+def lock_folder(folder: Path, what: str = "a sweep") -> Lock:
+    """Of what runs in it."""
     busy = f"{{}} in {folder}: wait for it, or name another folder with output=DIR"
-    return Lock(folder / _FOLDER, busy)
+    return Lock(folder / _FOLDER, busy, what)
 
 
 def lock_gpu(device: str) -> Lock:

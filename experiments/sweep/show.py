@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..columns import Column, fit
 from ..columns import table as fitted
-from ..format import BUSY_MARK, busy_note, interval, is_busy, number, percent
+from ..format import BUSY_MARK, busy_note, duration, interval, is_busy, number, percent
 from .cells import LOG, CellOutcome
 
 _STYLE = {"done": "green", "interrupted": "yellow", "not started": "yellow"}  # the others are red
@@ -48,17 +48,6 @@ class Display:
     def step(self, what: str, done: int, total: int) -> None:
         """Of files that are fetched or read."""
         self.now(f"{what} {done}/{total}")
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    minutes = round(seconds / 60)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def rough(seconds: float) -> str:

@@ -21,12 +21,13 @@ from ...errors import UserError
 from ..columns import stdout
 from ..compose import Composer
 from ..files import MIRRORED, NOT_IN_KEY, write_atomic
+from ..format import duration
 from .cells import LOG, RESULT, CellOutcome, Found, Job, State, Status, last_line, read, scan, write
 from .grid import Cell
 from .lock import Lock, lock_folder, lock_gpu
 from .process import CellWorker, Worker
 from .settings import SweepSettings
-from .show import Display, duration, line, reasons, rough, table
+from .show import Display, line, reasons, rough, table
 from .version import code_digest, package_digest
 
 if TYPE_CHECKING:  # torch, which planning imports

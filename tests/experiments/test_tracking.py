@@ -15,6 +15,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
+from decodelab.decoding.training import Schedule
 from decodelab.errors import UserError
 from decodelab.experiments import weights_and_biases
 from decodelab.experiments.cli import main
@@ -166,6 +167,68 @@ def test_a_run_is_mirrored(bench: Any, home: Path, capsys: pytest.CaptureFixture
     assert files == {name: str(bench.folder / name) for name in ("events.jsonl", "samples.jsonl")}
 
 
+TRAIN = (
+    "train", "train=medusa", "train.heads=2", "train.schedule.held_back=2", "train.schedule.batch=2", "device=cpu",
+    "train.schedule.every=4", "train.schedule.epochs=4", "task.max_new_tokens=12", "dtype=float32", "threads=1",
+)  # fmt: skip
+
+
+def training(bench: Any, *words: str) -> int:
+    task = bench.root / "prompts.jsonl"
+    task.write_text("".join(json.dumps({"id": f"p{n}", "prompt": f"{n} ab {n} ab {n}"}) + "\n" for n in range(8)))
+    return main([*TRAIN, f"task.path={task}", f"model.path={bench.checkpoint}", f"output={bench.folder}", *words])
+
+
+def test_a_training_is_mirrored(bench: Any):
+    """A row a validation, the loss and the learning rate between them, the best row in the summary, and what it wrote;
+    one that goes on tells the rows of before again."""
+    assert training(bench, *OFFLINE) == 0
+    (folder,) = runs(bench.folder)
+    found = read(folder)
+    course = json.loads((bench.folder / "course.json").read_text())
+    assert (found.run.job_type, found.run.display_name, found.exit_code) == ("train", "medusa for tiny, prompts", 0)
+    assert found.config["train"]["heads"] == 2
+    assert found.config["dtype"] == "float32"
+    assert found.config["digests"] == course["digests"]
+
+    steps = [row for row in found.history if "step/loss" in row]
+    assert [row["step"] for row in steps] == [10]
+    assert steps[0]["step/learning_rate"] == Schedule().rate(9, 12)
+    rows = [row for row in found.history if "value" in row]
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    best = course["rows"][course["best"]]
+    for row, known in zip(rows, course["rows"], strict=True):
+        for name in ("step", "seconds", "tokens", "loss", "value", "tokens_per_step", "predicted_speedup"):
+            assert row[name] == known[name]
+        assert [row.get(f"acceptance/{n}") for n in (1, 2)] == known["acceptance"]
+    parts = best.keys() - {"acceptance"}
+    assert {name: found.summary[f"best/{name}"] for name in parts} == {name: best[name] for name in parts}
+    assert found.summary["status"] == "done"
+    assert found.summary["peak_memory_bytes"] == course["peak_memory_bytes"]
+    files = found.artifacts[f"{found.run.run_id}-files"]
+    assert files == {name: str(bench.folder / name) for name in ("course.json", "medusa.safetensors")}
+
+
+def test_a_training_goes_on_where_wandb_fails(fake: "Fake", bench: Any, capsys: pytest.CaptureFixture[str]):
+    fake.fails = {"log": RuntimeError()}
+    assert training(bench, *OFFLINE) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warned == [
+        "decodelab: warning: wandb could not log a row (RuntimeError); the run goes on, its files hold everything"
+    ]
+    assert fake.calls.count("log") == 1
+    fake.fails = {}
+    assert training(bench, *OFFLINE) == 0
+    assert [row["step"] for row in fake.logged] == [4, 8, 12]
+    assert (fake.summary["status"], fake.finished) == ("done", [0, 0])
+
+
+def test_a_training_that_is_wrong_is_refused_before_it_begins(bench: Any, capsys: pytest.CaptureFixture[str]):
+    assert training(bench, "tracking=wandb", "tracking.mode=online") == 2
+    assert "tracking.mode=online needs a login" in capsys.readouterr().err
+    assert not bench.folder.exists()
+
+
 def info(folder: Path, **changes: Any) -> RunInfo:
     made = RunInfo("c0ffee", "tiny: none", "speed", folder, {"seed": 1}, {"weights": "w"}, {"commit": None})
     return replace(made, **changes)
@@ -186,8 +249,8 @@ def test_two_sweeps_of_one_config_are_two_runs(tmp_path: Path):
         def side_by_side() -> None:
             with broken:
                 for i in range(3):
-                    one.prompt({"prompt": i, "running/speedup": 1.0})
-                    broken.prompt({"prompt": i, "running/speedup": None})
+                    one.row({"prompt": i, "running/speedup": 1.0})
+                    broken.row({"prompt": i, "running/speedup": None})
                 raise ValueError("a bug\nof two lines")
 
         with pytest.raises(ValueError, match="a bug"):
@@ -282,7 +345,7 @@ def test_runs_by_themselves_never_share_an_id(fake: Fake, tmp_path: Path):
 def test_a_server_that_is_out_of_reach_leaves_an_offline_run(fake: Fake, tmp_path: Path, capsys: Any):
     fake.fails = {"online": wandb.errors.CommError("no such\n host")}
     with WeightsAndBiases(mode="online").open(info(tmp_path)) as tracker:
-        tracker.prompt({"prompt": 1, "running/speedup": None})
+        tracker.row({"prompt": 1, "running/speedup": None})
         tracker.done(result())
     line = "wandb did not start online (no such host): the run is recorded offline"
     assert list(tracker.warnings) == [line]
@@ -298,7 +361,7 @@ def test_a_server_that_is_out_of_reach_leaves_an_offline_run(fake: Fake, tmp_pat
     ("fails", "warnings"),
     [
         ({"offline": OSError("No space left")}, ["start a run (No space left)"]),
-        ({"log": RuntimeError()}, ["log a prompt (RuntimeError)", "log the table of prompts (RuntimeError)"]),
+        ({"log": RuntimeError()}, ["log a row (RuntimeError)", "log the table of prompts (RuntimeError)"]),
         ({"finish": TimeoutError("too\nslow")}, ["finish the run (too slow)"]),
     ],
 )

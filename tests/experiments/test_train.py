@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from decodelab.decoding import training
+from decodelab.decoding.model.source import ModelSpec
+from decodelab.errors import UserError
 from decodelab.experiments import train as job
 from decodelab.experiments.cli import main
+from decodelab.experiments.compose import compose
+from decodelab.experiments.sweep.lock import lock_folder
 
 KINDS = {
     "medusa": ["train.heads=2"],
@@ -25,11 +32,11 @@ KINDS = {
 }
 FILES = {"draft": "model.safetensors", "student": "model.safetensors"}
 USED = {"draft": ("drafting=draft_model", "drafting.model.path="), "student": ("model.path=",)}
+ROWS: Sequence[Mapping[str, Any]] = [{"id": f"p{n}", "prompt": f"{n} ab {n} ab {n}"} for n in range(8)]
 
 
-def words(bench: Any, kind: str, output: str, *more: str) -> list[str]:
+def words(bench: Any, kind: str, output: str, *more: str, rows: Sequence[Mapping[str, Any]] = ROWS) -> list[str]:
     task = bench.root / "prompts.jsonl"
-    rows = [{"id": f"p{n}", "prompt": f"{n} ab {n} ab {n}"} for n in range(8)]
     task.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return [
         "train", f"train={kind}", f"model.path={bench.checkpoint}", "device=cpu", "threads=1", "dtype=float32",
@@ -51,12 +58,18 @@ def test_what_is_trained_is_used(kind: str, bench: Any, capsys: pytest.CaptureFi
     assert "6 texts, judged on 2 others" in said
     *used, path = USED.get(kind, (f"drafting={kind}", "drafting.path="))
     used.append(f"{path}{folder}")
-    assert f"written to {folder}; {' '.join(used)}" in said
+    model = [] if kind == "student" else [f"model.path={bench.checkpoint}"]
+    assert f"\nwritten to {folder}; use it:\ndecodelab run {' '.join([*model, *used])}\n" in said
     with safe_open(folder / FILES.get(kind, f"{kind}.safetensors"), framework="pt") as stored:
         note = json.loads(stored.metadata()["decodelab"])
     assert (note["kind"], note["prompts"], note["task"]) == (kind, 6, "prompts")
     course = json.loads((folder / "course.json").read_text())
     assert [row["step"] for row in course["rows"]] == [3, 6, 9, 12]
+    assert course["tokens_per_second"] == course["tokens"] / course["seconds"]
+    assert course["peak_memory_bytes"] > 2**20
+    assert 0 < course["answers_s"] < 60
+    assert {"weights", "task", "answers", "settings"} == course["digests"].keys()
+    assert f" of training at {course['tokens_per_second']:,.0f} tokens/s, " in said
     assert bench.run(*used, "timing=untimed") == 0
     assert bench.result["exactness"]["verdict"] == "exact"
 
@@ -87,6 +100,141 @@ def test_answers_are_made_once_and_only_those_that_are_missing(bench: Any, monke
     (bench.root / "out" / "state.safetensors").unlink()
     assert main(words(bench, "medusa", "out", "task.max_new_tokens=9")) == 0
     assert asked == [3, 3, 2]
+
+
+def test_prompts_come_from_a_dataset(bench: Any):
+    given = words(bench, "medusa", "out", "task.dataset=json", "train.schedule.epochs=1")
+    assert main(given) == 0
+    answers = [json.loads(line) for line in (bench.root / "out" / "answers.jsonl").read_text().splitlines()]
+    assert {row["id"] for row in answers} == {row["id"] for row in ROWS}
+
+
+def test_what_is_left_out_is_told(bench: Any, capsys: pytest.CaptureFixture[str]):
+    """Beside it the training goes on; the context holds 128 tokens."""
+    rows = [*ROWS, {"id": "long", "prompt": "a" * 117}, {"id": "longer", "turns": ["b" * 150, "and?"]}]
+    assert main(words(bench, "medusa", "out", "train.schedule.longest=15", rows=rows)) == 2
+    rows.append({"id": "fits", "prompt": "c" * 100})  # it is not among those kept back
+    assert main(words(bench, "medusa", "out", "train.schedule.longest=100", rows=rows)) == 0
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "left out: 3 prompts that left no room for task.max_new_tokens=12 in the context of 128, "
+        "1 text of more than train.schedule.longest=100 tokens"
+    )
+
+
+def test_ctrl_c_loses_nothing(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """In the answers, in a step, in a validation: the same command goes on to the same heads."""
+    assert main(words(bench, "medusa", "whole")) == 0
+    folder = bench.root / "pressed"
+    folder.mkdir()
+    (folder / "costs.json").write_text((bench.root / "whole" / "costs.json").read_text())
+    strategy, step, judge = job.Lab.strategy, training._step, job.Judge.__call__
+    calls = {"strategy": 0, "step": 0, "judge": 0}
+
+    def counted(name: str, at: int) -> bool:
+        calls[name] += 1
+        return calls[name] == at
+
+    def asked(self: Any, *args: Any, **options: Any) -> Any:
+        if counted("strategy", 2):
+            raise KeyboardInterrupt
+        return strategy(self, *args, **options)
+
+    def stepped(*args: Any) -> None:
+        if counted("step", 4):
+            signal.raise_signal(signal.SIGINT)
+        step(*args)
+
+    def judged(self: Any, learner: Any) -> Any:
+        if counted("judge", 2):
+            raise KeyboardInterrupt
+        return judge(self, learner)
+
+    monkeypatch.setattr(job.Lab, "strategy", asked)
+    monkeypatch.setattr(training, "_step", stepped)
+    monkeypatch.setattr(job.Judge, "__call__", judged)
+    for counts in ((2, 0, 0), (4, 4, 1), (4, 6, 2)):
+        assert main(words(bench, "medusa", "pressed")) == 130
+        line = "decodelab: interrupted; the same command goes on where it was"
+        assert capsys.readouterr().err.splitlines()[-1] == line
+        assert tuple(calls.values()) == counts
+    assert main(words(bench, "medusa", "pressed")) == 0
+    assert tuple(calls.values()) == (4, 12, 5)
+    a, b = parameters(bench.root / "whole", "medusa"), parameters(folder, "medusa")
+    assert all(bool((a[name] == b[name]).all()) for name in a)
+
+
+def test_damaged_files(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Made anew, or one line that says what to do."""
+    given = words(bench, "medusa", "out", "train.schedule.epochs=1")
+    assert main(given) == 0
+    folder = bench.root / "out"
+    course = json.loads((folder / "course.json").read_text())
+    (folder / "course.json").write_text(json.dumps(course | {"peak_memory_bytes": 2**50}))
+    assert main(given) == 0
+    assert json.loads((folder / "course.json").read_text())["peak_memory_bytes"] == 2**50  # of when it was trained
+    answers, costs = (folder / "answers.jsonl").read_text(), (folder / "costs.json").read_text()
+    for found in ("torn {", "[]", '{"digests": 1}'):
+        (folder / "course.json").write_text(found)
+        (folder / "answers.jsonl").write_text(f"{found}\n{answers.replace(']', '}', 1)}")
+        assert main(given) == 0
+        assert json.loads((folder / "course.json").read_text())["rows"] == course["rows"]
+        assert (folder / "answers.jsonl").read_text().count("\n") == 10  # those, and one anew
+    capsys.readouterr()
+    for found, wrong in (("{", "Expecting"), ('{"context": "a"}', "context is not a whole number")):
+        (folder / "costs.json").write_text(found)
+        assert main(given) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"decodelab: error: {folder}/costs.json is damaged ({wrong}")
+        assert line.endswith("): delete it, and costs are measured anew")
+
+    (folder / "costs.json").write_text(costs)
+    (folder / "state.safetensors").unlink()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(given) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"decodelab: error: the disk is full: {folder}/medusa.safetensors was not written; free some space, "
+        "or name a folder on a larger disk"
+    )
+
+
+def test_two_trainings_of_one_folder(bench: Any, capsys: pytest.CaptureFixture[str]):
+    other = lock_folder(bench.root / "out", "a training")
+    assert main(words(bench, "medusa", "out")) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"decodelab: error: process {os.getpid()} runs a training in {bench.root}/out: "
+        "wait for it, or name another folder with output=DIR"
+    )
+    other.release()
+    assert main(words(bench, "medusa", "out", "train.schedule.epochs=1")) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "folder", "command"),
+    [
+        (ModelSpec("smollm2-135m"), "heads", "drafting.path=heads"),
+        (ModelSpec("qwen3-0.6b", "Qwen/Qwen3-0.6B"), "heads", "model=qwen3-0.6b drafting.path=heads"),
+        (ModelSpec("smollm2-135m", "my/model", "v1"), "a", "model.path=my/model model.revision=v1 drafting.path=a"),
+        (
+            ModelSpec("mine", "my/model", None, "l=1"),
+            "a",
+            "model.path=my/model 'model.adapter=\"l=1\"' drafting.path=a",
+        ),
+    ],
+)
+def test_the_command_that_uses_it(model: ModelSpec, folder: str, command: str):
+    said = job._command("medusa", model, Path(folder)).replace(" drafting=medusa", "")
+    assert said == f"decodelab run {command}"
+
+
+@pytest.mark.parametrize("name", ["a b", "x=1,y", "it's", "7", "[v1]", "$HOME"])
+def test_the_command_is_read_as_it_was_meant(name: str):
+    *_, word = shlex.split(job._command("medusa", ModelSpec("smollm2-135m"), Path(name)))
+    with pytest.raises(UserError, match=re.escape(f"drafting.path={name} does not exist")):
+        compose(["drafting=medusa", word])
 
 
 def test_a_training_that_was_killed_goes_on_to_the_same_heads(bench: Any):
@@ -136,6 +284,7 @@ def test_a_warm_start_begins_where_the_other_ended(bench: Any):
     ("more", "line"),
     [
         (["output=null"], "train writes a folder: name it with output=DIR"),
+        (["output=prompts.jsonl"], "output folder prompts.jsonl cannot be written (File exists); name another with"),
         (["train.schedule.held_back=8"], "train.schedule.held_back=8 of 8 prompts leaves none to learn from"),
         (["train.schedule.longest=4"], "no text to learn from"),
     ],

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decodelab.experiments.format import NOISY
+from decodelab.experiments.format import NOISY, duration
 from decodelab.experiments.sweep.cells import CellOutcome
-from decodelab.experiments.sweep.show import duration, line, reasons, table
+from decodelab.experiments.sweep.show import line, reasons, table
 from decodelab.tests.experiments.sweep.stage import result
 
 
