@@ -3,6 +3,7 @@ made block by block, so that what was broken off goes on where it was."""
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -269,8 +270,8 @@ def _show(plan: Quantising, reports: Sequence[Report], folder: Path) -> None:
     console.print(table)
     skipped = sum(q is None for q in plan.layers.values())
     console.print(f"{len(reports)} layers quantised, {skipped} left as they are", soft_wrap=True)
-    for note in dict.fromkeys(note for report in reports for note in report.notes):
-        console.print(f"note: {note}", soft_wrap=True)
+    for note, n in Counter(note for report in reports for note in report.notes).items():
+        console.print(f"note, of {n} layers: {note}", soft_wrap=True)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)
     console.print(f"written to {folder}; model.path={folder}", soft_wrap=True)

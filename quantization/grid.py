@@ -40,19 +40,20 @@ class Grid:
 
     def ranges(self, weight: Float[Tensor, "N C"]) -> tuple[Float[Tensor, " N"], UInt8[Tensor, " N"]]:
         """(scale, zero) of one group of columns, for each row."""
-        scale, zero = self._of_range(weight.amin(1), weight.amax(1))
+        scale, zero = self.of_range(weight.amin(1), weight.amax(1))
         if not self.clip:
             return scale, zero
         best = self._error(weight, scale, zero)
         for share in (1 - 0.01 * i for i in range(1, 81)):
-            tried = self._of_range(share * weight.amin(1), share * weight.amax(1))
+            tried = self.of_range(share * weight.amin(1), share * weight.amax(1))
             error = self._error(weight, *tried)
             better = error < best
             best = torch.where(better, error, best)
             scale, zero = torch.where(better, tried[0], scale), torch.where(better, tried[1], zero)
         return scale, zero
 
-    def _of_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def of_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, zero) of the range from low to high; 0 is always within it."""
         low, high = low.clamp_max(0), high.clamp_min(0)  # a group all above 0 still has the code of 0
         if self.symmetric:
             high = torch.maximum(-low, high)

@@ -1,6 +1,6 @@
 """What a quantiser is: one linear layer and what was seen of its input in, codes out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -100,21 +100,28 @@ class Quantiser(Protocol):
 class Scales(Quantiser, Protocol):
     """It first moves part of the input's scale into the weights of the layers that read it (AWQ)."""
 
-    def scale(self, weights: Mapping[str, Float[Tensor, "N K"]], seen: Inputs) -> Float[Tensor, " K"] | None:
-        """What the columns are to be multiplied by, and the input divided by; None: left as it is."""
+    def scale(
+        self,
+        layers: Sequence[tuple[Quantiser, Float[Tensor, "_ K"]]],
+        seen: Inputs,
+        feasible: Callable[[Float[Tensor, " K"]], Float[Tensor, " K"]],
+    ) -> Float[Tensor, " K"] | None:
+        """What the columns are to be multiplied by, and the input divided by; None: left as it is. `layers`: what reads
+        the input, and how it will be quantised; `feasible`: the nearest scale that the input can be divided by."""
 
 
 def settings_of(settings: Any, name: str) -> Any:
     """The settings for the layer `name`: the last pattern in `overrides` that fits it decides (none: not quantised)."""
     found: Any = {}
-    for pattern, keys in settings.overrides.items():
+    for pattern, given in settings.overrides.items():
         if fnmatchcase(name, pattern):
-            found = keys
+            found = given
     if found in (None, "none"):
         return None
-    if not isinstance(found, Mapping) or (unknown := [key for key in found if key not in OVERRIDABLE]):
+    keys = [key for key in OVERRIDABLE if hasattr(settings, key)]
+    if not isinstance(found, Mapping) or (unknown := [key for key in found if key not in keys]):
         said = f"has {unknown[0]}" if isinstance(found, Mapping) else f"is {found!r}"
-        raise UserError(f"quantization.overrides of {name} {said}: give none, or a mapping of {', '.join(OVERRIDABLE)}")
+        raise UserError(f"quantization.overrides of {name} {said}: give none, or a mapping of {', '.join(keys)}")
     return replace(settings, **found, overrides={}) if found else settings
 
 

@@ -6,6 +6,7 @@ same input.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -30,7 +31,7 @@ class Stage(Protocol):
         """What the layers read of the calibration text, a piece at a time; no padding is among it."""
 
     def feasible(self, by: Float[Tensor, " K"]) -> Float[Tensor, " K"] | None:
-        """The nearest scale that what feeds the layers can be divided by; None: it cannot be divided."""
+        """The nearest scale that what feeds the layers can be divided by; None: it cannot be divided, by whatever."""
 
     def scale(self, by: Float[Tensor, " K"]) -> None:
         """Multiply the layers' columns, and divide what feeds them."""
@@ -63,13 +64,19 @@ def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) 
     """Stage by stage; `settings` by layer, None for those that stay. The caller advances the block.
 
     Scales are moved first, in all stages: they go into layers that an earlier stage quantises (from o into v)."""
+    left: dict[Stage, tuple[str, ...]] = {}
     chosen = {stage: {name: q for name in stage.names if (q := settings[name]) is not None} for stage in block.stages}
     for stage, layers in chosen.items():
         scales = next((q for q in layers.values() if isinstance(q, Scales)), None)
-        if scales is not None:
-            by = scales.scale({name: stage.weight(name) for name in layers}, Inputs.of(stage.inputs()))
-            if by is not None and (by := stage.feasible(by)) is not None:
-                stage.scale(by)
+        if scales is None:
+            continue
+        read = [(q, stage.weight(name)) for name, q in layers.items()]
+        if stage.feasible(torch.ones_like(read[0][1][0])) is None:
+            left[stage] = ("its input's scale is left as it is: what it comes from cannot be divided",)
+            continue
+        by = scales.scale(read, Inputs.of(stage.inputs()), partial(_feasible, stage))
+        if by is not None:
+            stage.scale(by)
     for stage, layers in chosen.items():
         reads = any(q.calibration is not None for q in layers.values())
         seen = Inputs.of(stage.inputs()) if reads else None
@@ -78,7 +85,14 @@ def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) 
             done = q.layer(weight, seen)
             stage.put(name, done.codes)
             error = output_error(weight, done.codes, seen)
-            yield Report(name, done.codes.bits, done.codes.group_size, done.codes.nbytes, error, done.notes)
+            notes = (*left.get(stage, ()), *done.notes)
+            yield Report(name, done.codes.bits, done.codes.group_size, done.codes.nbytes, error, notes)
+
+
+def _feasible(stage: Stage, by: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
+    found = stage.feasible(by)
+    assert found is not None, "whether it can be divided does not depend on the scale"
+    return found
 
 
 def output_error(weight: Float[Tensor, "N K"], codes: Codes, seen: Inputs | None) -> float:

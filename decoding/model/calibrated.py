@@ -56,9 +56,12 @@ class CalibratedBlock:
         self.codes: dict[str, Codes] = {}
         self._block: Block | None = None
         c, attention, mlp = config, f"{self.at}self_attn.", f"{self.at}mlp."
-        owns = c.layout.layers[layer].owner == layer
+        entry = c.layout.layers[layer]
+        owns = entry.owner == layer
         read = ("q_proj", "k_proj", "v_proj") if owns else ("q_proj",)
-        values = _Rows(f"{attention}v_proj", repeats=c.heads // c.kv_heads, width=c.head_dim) if owns else None
+        values = None
+        if owns and not any(other.owner == layer for other in c.layout.layers[layer + 1 :]):  # they read them as well
+            values = _Rows(f"{attention}v_proj", repeats=c.heads // entry.kv_heads, width=c.head_dim)
         self.stages: tuple[LayerStage, ...] = (
             LayerStage(self, "qkv", tuple(attention + n for n in read), _Norm(f"{self.at}input_layernorm.weight")),
             LayerStage(self, "output", (f"{attention}o_proj",), values),
@@ -135,8 +138,8 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What feeds a stage are the output rows of a layer, each `width` of them read `repeats` times: a KV head, by a group
-    of attention heads."""
+    """What feeds a stage are the output rows of a layer, each `width` of them read `repeats` times: a KV head, by a
+    group of attention heads."""
 
     name: str
     repeats: int
