@@ -1,6 +1,6 @@
 """Numbers as people read them. What is not known is –."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 BUSY = 0.5  # cores that others keep busy: more, and what is timed is noise
@@ -103,3 +103,29 @@ def interval(found: Mapping[str, Any]) -> str:
     if found["low"] is None or found["high"] is None:
         return f"{found['value']:.2f}× (n={found['n']})"
     return f"{found['value']:.2f}× [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def diverged(found: Mapping[str, Any]) -> Iterator[str]:
+    """`quality.divergence` in words."""
+    kl, same = found["kl"], found["agreement"]
+    floor = found["floor"]
+    noise = "" if floor is None else f"; {noise_floor(floor)}"
+    yield (
+        f"KL to {found['reference']['folder']} {kl['value']:.2g} a token over {found['tokens']} tokens of gold "
+        f"answers, the same token likeliest in {100 * same['value']:.1f} %{noise}"
+    )
+    for row in found["where"]:
+        if row["p_holm"] < 0.05:
+            yield (
+                f"it loses most by {row['by']} in {row['name']}: {100 * row['share']:.0f} % of all KL in "
+                f"{100 * row['size']:.0f} % of the tokens (p {row['p_holm']:.3f})"
+            )
+
+
+def noise_floor(floor: Mapping[str, Any]) -> str:
+    """What rounding does to the reference's own weights."""
+    other, mine = floor["dtypes"]
+    return (
+        f"rounding alone: KL {floor['kl']:.2g}, {100 * floor['agreement']:.1f} % ({other} against {mine} of the "
+        "reference's own weights)"
+    )

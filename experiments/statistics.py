@@ -19,6 +19,8 @@ from jaxtyping import Num
 LEAST = 5  # prompts; no interval under that
 RESAMPLES = 9_999
 BATCH = 1_000  # resamples held in memory at once
+FEWEST = 499  # draws of many values, each of which takes long
+WORK = 20_000_000  # values drawn
 SIGNIFICANT = 0.05  # two-sided
 POWER = 0.8
 
@@ -146,6 +148,77 @@ def sign_flip(*strata: Stratum) -> float:
         rng=np.random.default_rng(0),
     )
     return float(found.pvalue)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The slice with the most that is not explained by its size. `share`: of all loss; `size`: of all tokens; `p`: were
+    the slices drawn by chance, how often would the worst of them be as bad?"""
+
+    name: str
+    share: float
+    size: float
+    p: float
+
+
+def worst_slice(losses: Column, sizes: Column, names: Sequence[str], draws: int | None = None) -> Slice | None:
+    """Of items, each in the slice that `names` says, with so much loss in so many tokens. Items are drawn anew, since
+    tokens of one item are alike; what they lose beyond the mean is scaled by √size, so that a long item's, which
+    scatters more, may stand in a short one's place. None without loss, or with one slice."""
+    slices, member = np.unique(np.asarray(names), return_inverse=True)
+    if len(slices) < 2 or not losses.sum() > 0:
+        return None
+    share, size, root = losses / losses.sum(), sizes / sizes.sum(), np.sqrt(sizes)
+    excess = (share - size) / root
+    one = np.eye(len(slices))[member]
+    weighted = root[:, None] * (one - size @ one)  # what is left of a draw once its own mean is taken away
+    rng = np.random.default_rng(0)
+
+    def drawn(some: int) -> Num[np.ndarray, "some n"]:
+        return rng.permuted(np.broadcast_to(excess, (some, len(excess))), axis=1)
+
+    return _worst(
+        slices, excess @ weighted, lambda some: drawn(some) @ weighted, share @ one, size @ one, draws, len(excess)
+    )
+
+
+def worst_step(losses: Column, items: Column, names: Sequence[str], draws: int | None = None) -> Slice | None:
+    """Of tokens, each in an item and in the slice that `names` says: what they lose beyond their item's mean is drawn
+    anew within the item. None without loss, or with one slice."""
+    slices, member = np.unique(np.asarray(names), return_inverse=True)
+    if len(slices) < 2 or not losses.sum() > 0:
+        return None
+    share = losses / losses.sum()
+    _, item = np.unique(items, return_inverse=True)
+    excess = share - (np.bincount(item, share) / np.bincount(item))[item]
+    order = np.argsort(item, kind="stable")
+    one, excess, item = np.eye(len(slices))[member[order]], excess[order], item[order]
+    rng = np.random.default_rng(0)
+
+    def drawn(some: int) -> Num[np.ndarray, "some n"]:
+        return excess[np.argsort(item + rng.random((some, len(item))), axis=1)]
+
+    size = one.mean(0)
+    return _worst(slices, excess @ one, lambda some: drawn(some) @ one, share[order] @ one, size, draws, len(excess))
+
+
+def _worst(
+    slices: Sequence[str],
+    found: Column,
+    drawn: Callable[[int], Num[np.ndarray, "some k"]],
+    share: Column,
+    size: Column,
+    draws: int | None,
+    n: int,
+) -> Slice:
+    """`drawn(some)`: what `found` would have been in so many draws of `n` values."""
+    draws = draws or max(FEWEST, min(RESAMPLES, WORK // n))
+    worst, beyond, done = int(found.argmax()), 0, 0
+    while done < draws:
+        some = min(draws - done, max(1, BATCH * BATCH // n))
+        beyond += int((drawn(some).max(1) >= found[worst] - 1e-12).sum())
+        done += some
+    return Slice(str(slices[worst]), float(share[worst]), float(size[worst]), (1 + beyond) / (1 + draws))
 
 
 def holm(p: Sequence[float]) -> list[float]:

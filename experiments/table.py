@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import metrics
-from .format import counted, interval, number, percent, positions, seconds, size, sources
+from .format import counted, interval, noise_floor, number, percent, positions, seconds, size, sources
 from .measure import Sample
 
 _MEANING = {
@@ -56,6 +56,8 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
         yield [*_quality(r["quality"])]
         if r["quality"]["against"]:
             yield [*comparison(r["quality"]["against"])]
+        if r["quality"].get("divergence"):
+            yield [*divergence(r["quality"]["divergence"])]
     if r["compare_hf"]:
         yield [_transformers(r)]
     if r["profile"]:
@@ -85,6 +87,34 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
         table.add_row(f"mean of {len(all_['tasks'])}", "", _change(all_), "", f"{all_['p']:.3f}", verdict)
     yield table
     yield from map(Text, _remarks(found))
+
+
+def divergence(found: Mapping[str, Any]) -> Iterator[Any]:
+    """What `quality.divergence` of a result holds."""
+    table = columns("gold answers", "KL a token [95 %]", "p50", "p99", "max", "same choice")
+    rows = {name: one for name, one in found["tasks"].items() if len(found["tasks"]) > 1} | {"all": found}
+    for name, one in rows.items():
+        kl = one["kl"]
+        bounds = "" if kl["low"] is None else f" [{kl['low']:.2g}, {kl['high']:.2g}]"
+        quantiles = (f"{kl[which]:.2g}" for which in ("p50", "p99", "max"))
+        same = f"{100 * one['agreement']['value']:.1f} %"
+        table.add_row(Text(_short(name, _NARROW)), f"{kl['value']:.2g}{bounds}", *quantiles, same)
+    yield table
+    if found["floor"] is not None:
+        yield Text(noise_floor(found["floor"]))
+    if found["where"]:
+        yield Text()
+        yield degraded(found["where"])
+    yield Text(f"over {found['tokens']} tokens of {counted(found['items'], 'answer')} (divergence.jsonl, worst first)")
+
+
+def degraded(where: Sequence[Mapping[str, Any]]) -> Table:
+    """The worst slice of each slicing."""
+    table = columns("where it degrades", "worst", "of tokens", "of KL", "of flips", "p")
+    for row in where:
+        shares = (percent(row[key]) for key in ("size", "share", "flips"))
+        table.add_row(Text(f"by {row['by']}"), Text(_short(row["name"])), *shares, f"{row['p_holm']:.3f}")
+    return table
 
 
 def _change(effect: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ class Answer:
 # Of a configuration: what answers no request otherwise, or stands in the request itself.
 _NOT_ASKED = ("task", "tasks", "timing", "profile", "compare_hf", "replay", "threads", "trusted", "quality")
 _IN_REQUESTS = (
-    "tasks", "include", "limit", "shots", "chat", "template", "system", "repeats", "epsilon", "allow",
+    "tasks", "include", "limit", "shots", "chat", "template", "system", "repeats", "epsilon", "allow", "kl",
 )  # fmt: skip
 
 

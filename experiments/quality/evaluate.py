@@ -5,7 +5,8 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -24,6 +25,8 @@ from ..tasks import read_template
 from .against import compare_and_write
 from .answers import Answers, answers_key, refuse_others
 from .comparable import refuse
+from .divergence import Key, lead, record, refuse_recorded, summarise, write_ranked
+from .recorded import Recorded, gold_of, read_recorded, write_recorded
 from .run_quality import RunQuality, read_quality
 from .scores import KINDS, Item, item_row, score_name, task_scores
 from .settings import TaskSpec
@@ -34,6 +37,8 @@ if TYPE_CHECKING:  # a second that commands without quality do not pay
 
     from .lm import DecodelabLM
 
+Asked = tuple[Any, Item, Mapping[str, Any]]  # lm-eval's task, and the item's line of quality.jsonl
+
 ANSWERS = "quality-responses.jsonl"  # of a run that is not over, so that it can go on
 SHOTS_SEED = 1234  # lm-eval's own
 # Of a task's config: where its files lie, and what result.json says apart.
@@ -42,12 +47,14 @@ _ELSEWHERE = ("dataset_path", "dataset_kwargs", "metadata", "num_fewshot", "gene
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """Tasks that can be asked, what result.json says of each beside its scores, and the run they are held against."""
+    """Tasks that can be asked, what result.json says of each beside its scores, and the run they are held against, with
+    its predictions where they are asked for."""
 
     tasks: Mapping[str, Any]  # lm-eval's
     about: Mapping[str, Mapping[str, Any]]
     template: str | None
     reference: RunQuality | None
+    recorded: Recorded | None = None
 
 
 def quality_digest(config: RunConfig) -> str | None:
@@ -117,7 +124,12 @@ def prepare(config: RunConfig, source: Source, key: str, resolved: Mapping[str, 
         alike = {name: one | {"main": there.get(name, one)["main"]} for name, one in about.items()}
         mine = RunQuality(Path(), key, {"tasks": alike, "backend": backend()}, resolved, {}, {}, ())
         refuse(mine, reference, settings.allow)
-    return Exam(tasks, about, template, reference)
+    recorded = None
+    if reference is not None and settings.kl:
+        recorded = read_recorded(reference.folder)
+        vocab = ModelConfig.from_hf(source.config).vocab
+        refuse_recorded(recorded, reference.folder, reference.key, source.tokenizer, vocab, context)
+    return Exam(tasks, about, template, reference, recorded)
 
 
 def _task_digest(task: "Task") -> str:
@@ -181,6 +193,7 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     failed: dict[str, str] = {}
+    asked: list[Asked] = []
     interrupted = False
     shown = sys.stderr
 
@@ -206,16 +219,25 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
             try:
                 for repeat in range(about["repeats"]):
                     if not interrupted:
-                        asked, interrupted = _asked(lm, name, task, about, settings.system, repeat)
-                        items += asked
+                        answered, interrupted = _asked(lm, name, task, about, settings.system, repeat)
+                        items += answered
                 if items:
                     found[name] = task_scores(task, about, items)
-                    rows += [item_row(name, task, item) for item in items]
+                    written = [item_row(name, task, item) for item in items]
+                    rows += written
+                    asked += [(task, item, row) for item, row in zip(items, written, strict=True)]
             except UserError as error:
                 failed[name] = str(error)
                 warnings.warn(f"quality of {name} failed: {error}", RuntimeWarning, stacklevel=2)
     write_atomic(mine.folder / "quality.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in rows))
     quality = no_quality(failed) | {"tasks": found, "interrupted": interrupted}
+    if settings.kl and found and not interrupted:
+        try:
+            quality |= _led(lm, exam, mine, asked, told)
+        except KeyboardInterrupt:
+            quality["interrupted"] = True
+        except UserError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     if exam.reference is not None and found:
         try:
             quality["against"] = compare_and_write(
@@ -231,7 +253,33 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
 
 def no_quality(failed: Mapping[str, str]) -> dict[str, Any]:
     """What result.json holds under `quality` where nothing was found. `failed`: why, by task."""
-    return {"tasks": {}, "backend": backend(), "against": None, "interrupted": False, "failed": dict(failed)}
+    absent = dict.fromkeys(("against", "recorded", "divergence"))
+    return {"tasks": {}, "backend": backend(), **absent, "interrupted": False, "failed": dict(failed)}
+
+
+def _led(lm: "DecodelabLM", exam: Exam, mine: RunQuality, asked: Sequence[Asked], progress: Progress) -> dict[str, Any]:
+    """Without a reference its predictions are kept; with one, how far this run's are from its."""
+    items: dict[Key, Asked] = {}
+    copies: Counter[tuple[str, str]] = Counter()
+    for task, item, row in asked:
+        if item.repeat == 0:
+            same = row["task"], row["doc_hash"]
+            items[*same, copies[same]] = task, item, row
+            copies[same] += 1
+    if exam.recorded is None or exam.reference is None:
+        found = [gold_of(lm, *parts, key[2], exam.about[key[0]]["settings"]["chat"]) for key, parts in items.items()]
+        golds = [gold for gold in found if gold is not None]
+        made = record(lm, golds, mine.key, len(items) - len(golds), progress)
+        if made is None:
+            raise UserError("quality.kl=true, and no item has an answer to be led through: nothing was kept")
+        write_recorded(mine.folder, made)
+        return {"recorded": {"items": len(golds), "skipped": made.skipped, "floor": made.floor}}
+    folder = exam.reference.folder
+    led = lead(lm, exam.recorded, set(items), progress)
+    if not led:
+        raise UserError(f"not comparable with {folder} token by token: no answer is in both runs")
+    write_ranked(mine.folder, led, lm.tokenizer)
+    return {"divergence": summarise(exam.recorded, folder, led)}
 
 
 def _asked(

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ...attention.cache import DenseCache
 from ...attention.rows import Rows, chains
 from ...decoding.events import finish
+from ...decoding.model.decoder import Decoder
 from ...decoding.reference import PREFILL_CHUNK
 from ...errors import UserError
 from ..lab import Lab, Progress
@@ -63,6 +65,10 @@ class DecodelabLM(TemplateLM):
         document, once all are there, and None for those not known in a `replay`, which asks the model nothing."""
         self._task, self._repeat, self._repeats, self._replay = task, repeat, repeats, replay
         self.asked = {}
+
+    def beside(self, target: Decoder) -> "DecodelabLM":
+        """The same of other weights, for `foretold` alone."""
+        return DecodelabLM(replace(self.lab, target=target), max_length=self._max_length)
 
     # What lm-eval knows a model by
 
@@ -135,7 +141,7 @@ class DecodelabLM(TemplateLM):
                 yield list(same)
 
         def score(jobs: Sequence[tuple[str, str]]) -> list[Answer]:
-            return self._score([(job, *self._pair(*job)) for job in jobs])
+            return self._score([(job, *self.pair(*job)) for job in jobs])
 
         jobs = [r.args for r in requests]
         return [a.value if a else (0.0, False) for a in self._each(requests, [0] * len(jobs), jobs, by_context, score)]
@@ -237,7 +243,7 @@ class DecodelabLM(TemplateLM):
 
     # Likelihoods
 
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """As lm-eval tokenises them: together, cut behind the context's tokens. Where that leaves nothing, since the
         continuation's text went into the context's last token, they are tokenised apart (lm-eval#1297, lm-eval#3336).
         """
@@ -281,10 +287,24 @@ class DecodelabLM(TemplateLM):
 
     def _roll(self, text: str) -> Answer:
         """The whole text, window by window, as lm-eval cuts them: each token once, behind as much as fits."""
+        pairs = [(("", text), *window) for window in self.windows(text)]
+        return Answer(float(sum(a.value[0] for a in self._score(pairs))), sum(len(tokens) for *_, tokens in pairs))
+
+    def windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """Of a whole text: what is read, and what is scored behind it."""
         tokens = self.tok_encode(text)
         windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-        pairs = [(("", text), *make_disjoint_window(window)) for window in windows]
-        return Answer(float(sum(a.value[0] for a in self._score(pairs))), len(tokens))
+        return [make_disjoint_window(window) for window in windows]
+
+    def fitting(self, context: Sequence[int], answer: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """As much of an answer as the context holds, behind as much of what stands before it as there is room for."""
+        kept = answer[: self.max_length]
+        return context[max(0, len(context) + len(kept) - self.max_length - 1) :], kept
+
+    def foretold(self, context: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Logits of each token of an answer, in one pass over both, `LOGITS` rows at a time."""
+        hidden, _ = self._read([*context, *answer[:-1]])
+        return self._logits(hidden[len(context) - 1 :])
 
     @torch.inference_mode()
     def loglikelihoods(
@@ -344,17 +364,21 @@ class DecodelabLM(TemplateLM):
 
     def _sum(self, hidden: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
         """Of `tokens`, row i of `hidden` being what token i is predicted from."""
-        if self._head is None:
-            weight = self.lab.target.unembedding.dense()
-            self._head = weight.to(torch.promote_types(weight.dtype, torch.float32))
         total, greedy = 0.0, True
-        for at in range(0, len(tokens), LOGITS):
+        for at, logits in zip(range(0, len(tokens), LOGITS), self._logits(hidden), strict=False):
             wanted = torch.tensor(tokens[at : at + LOGITS], device=hidden.device)
-            logits = hidden[at : at + len(wanted)].to(self._head) @ self._head.T
             chosen = logits.gather(1, wanted[:, None])[:, 0]
             total += float((chosen - logits.logsumexp(-1)).double().sum())
             greedy = greedy and bool((logits.argmax(-1) == wanted).all())
         return total, greedy
+
+    def _logits(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`LOGITS` rows at a time, in float32 at least."""
+        if self._head is None:
+            weight = self.lab.target.unembedding.dense()
+            self._head = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        for rows in hidden.split(LOGITS):
+            yield rows.to(self._head) @ self._head.T
 
 
 def limits(options: Mapping[str, Any], default: int) -> tuple[int, tuple[str, ...]]:

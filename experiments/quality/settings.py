@@ -55,7 +55,7 @@ class TaskSpec:
 @dataclass(frozen=True, slots=True)
 class QualitySettings:
     """`tasks`: names of lm-eval, or files (`my.jsonl` alone is one, too). The other keys hold for each task that does
-    not say otherwise."""
+    not say otherwise. `kl`: predictions of the gold answers are kept, or with a reference run held against its."""
 
     tasks: tuple[str | TaskSpec, ...] = ()
     include: tuple[str, ...] = ()
@@ -71,6 +71,7 @@ class QualitySettings:
     batch: int | None = None
     epsilon: float = 0.02
     allow: tuple[Difference, ...] = ()
+    kl: bool = False
 
     def __post_init__(self) -> None:
         files = (TaskSpec(t) if isinstance(t, str) and t.endswith(".jsonl") else t for t in self.tasks)

@@ -12,7 +12,7 @@ from ...decoding import cost
 from ...decoding.events import Step
 from ...errors import UserError
 from ..files import read_lines, read_result
-from ..format import BUSY, counted, percent, positions, seconds, sources
+from ..format import BUSY, counted, diverged, percent, positions, seconds, sources
 from ..metrics import by_source
 from .load import Run, number_at
 from .log import FEW, Log
@@ -33,11 +33,13 @@ def explain(folder: Path) -> list[str]:
     if log.run.at("strategy") is None:
         return [
             *_quality(log.run),
+            *_diverged(log.run),
             "no decoding was timed here: decodelab run measures speed, with quality.tasks=… both",
         ]
     if log.timed and min(log.plain.forwards, log.plain.seconds, log.ours.seconds) <= 0:
         raise UserError(f"{folder / 'samples.jsonl'} times no answer, and result.json has a speedup: run it again")
-    return [*_outcome(log), *_drafts(log), *_costs(log), *_categories(log.run), *_doubts(log), *_advice(log)]
+    lost = _diverged(log.run)
+    return [*_outcome(log), *_drafts(log), *_costs(log), *_categories(log.run), *lost, *_doubts(log), *_advice(log)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +377,13 @@ def _draft_model(log: Log) -> Iterator[str]:
     )
 
 
-# --- quality alone
+# --- quality
+
+
+def _diverged(run: Run) -> Iterator[str]:
+    """What became of the reference's predictions, and where."""
+    if (found := run.at("quality.divergence")) is not None:
+        yield from diverged(found)
 
 
 def _quality(run: Run) -> Iterator[str]:

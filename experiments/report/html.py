@@ -7,6 +7,7 @@ from typing import Any
 
 from ... import __version__
 from ..files import read_lines
+from ..format import diverged
 from .changes import Comparison
 from .drawing import DARK, LIGHT, palette, svg
 from .load import Found, at, number_at
@@ -81,7 +82,7 @@ def _said(row: Row) -> list[str]:
         lines.append(f"dominated by {row.dominated}")
     for name, task in _mapping(row.run.at("quality.against.tasks")).items():
         lines.append(f"{name} against {row.run.at('quality.against.reference.folder')}: {at(task, 'verdict')}")
-    return lines
+    return [*lines, *(diverged(found) if (found := row.run.at("quality.divergence")) else ())]
 
 
 def _extremes(row: Row) -> list[tuple[str, Sample]]:
