@@ -105,7 +105,15 @@ class Trains(Protocol):
     @property
     def schedule(self) -> "Schedule": ...
     def check(self, target: Source) -> Mapping[str, Tensor] | None: ...
-    def learner(self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> Learner: ...
+    def learner(
+        self,
+        source: Source,
+        target: Decoder,
+        texts: Sequence[Text],
+        seed: int,
+        start: Mapping[str, Tensor] | None,
+    ) -> Learner:
+        """`texts`: what will be learnt from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +223,9 @@ def train(
     course = Course()
     if state.exists():
         course = _load(state, identity, parameters, optimizer, draws)
-    for row in course.rows if told is not None else ():
-        told(row)
+    if told is not None:
+        for row in course.rows:
+            told(row)
     saved = time.monotonic()
     try:
         while course.why is None:

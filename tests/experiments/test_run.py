@@ -43,8 +43,8 @@ def test_a_run(bench: Any, capsys: Any):
     assert "output: exact" in told.out
     assert told.out.endswith(f"written to {bench.folder}\n")
     assert max(map(len, told.out.splitlines()[:-1])) <= 80
-    assert "decoding 0/6 warming up" in told.err
-    assert "decoding 6/6 speedup" in told.err
+    assert "decoding 0/6, warming up" in told.err
+    assert "decoding 6/6, speedup" in told.err
     assert sorted(f.name for f in bench.folder.iterdir()) == ["events.jsonl", "result.json", "samples.jsonl"]
     samples = bench.lines("samples.jsonl")
     assert [s["id"] for s in samples] == ["copy", "count", "talk/turn1", "talk/turn2", "ask", "three"]
