@@ -1,0 +1,181 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): a column at a time is rounded, and the columns that are still to come
+make up for what its rounding did to the layer's output on the calibration text.
+
+Departures: the Hessian's factor is had from one Cholesky decomposition and no inverse; columns without input are
+rounded, not zeroed; a group's scale is made when its first column is reached, of columns that hold all corrections so
+far, and so the size of the blocks in which corrections are passed on does not change the codes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import UserError
+from .codes import Codes, Scheme
+from .grid import Grid, check_grid, round_to_nearest
+from .quantiser import Calibration, Inputs, Quantised
+
+_DAMPINGS = (0.001, 0.01, 0.1, 1.0)  # that are tried where the one that is asked for is too little
+_DOUBLE = 8192  # columns up to which a Hessian is decomposed in float64: half a GB
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """Settings; what bits, group_size, symmetric and clip mean is said in `Grid`. `act_order`: columns in the order of
+    the Hessian's diagonal, the greatest first. `static_groups`: the scales are those of the weight as it was, and groups
+    are neighbouring columns in any order; else they are made along the way, and with act_order, groups are neighbours
+    in that order. `damping`: added to the diagonal, times its mean. `block_size`: columns between two updates of all
+    that follows; a matter of speed alone."""
+
+    bits: int = 4
+    group_size: int = 64
+    symmetric: bool = False
+    act_order: bool = True
+    static_groups: bool = True
+    damping: float = 0.01
+    clip: bool = False
+    block_size: int = 128
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Calibration = Calibration()
+
+    kind: ClassVar[str] = "gptq"
+
+    def __post_init__(self) -> None:
+        check_grid(self.bits, self.group_size)
+        if not 0 <= self.damping < math.inf:
+            raise UserError(f"quantization.damping must be 0 or more, such as 0.01, got {self.damping}")
+        if self.block_size < 1:
+            raise UserError(f"quantization.block_size must be at least 1, got {self.block_size}")
+        sizes = sorted((self.block_size, self.group_size))
+        if self.group_size != -1 and sizes[1] % sizes[0]:
+            raise UserError(
+                f"quantization.block_size={self.block_size} and quantization.group_size={self.group_size}: "
+                "one must divide the other, so that no group begins among columns that lack corrections"
+            )
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.bits, self.group_size, self.symmetric, self.clip)
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+        tokens = self.calibration.tokens // self.calibration.length * self.calibration.length
+        wide = {name: K for name, (_, K) in shapes.items() if tokens < K}
+        if not wide:
+            return []
+        name = max(wide, key=lambda name: wide[name])
+        return [
+            f"quantization.calibration.tokens={self.calibration.tokens} are fewer than the inputs of {len(wide)} layers "
+            f"(of {name}: {wide[name]}), which are then fitted to noise: give more"
+        ]
+
+    def scheme(self, shape: tuple[int, int]) -> Scheme:
+        in_order = self.static_groups or not self.act_order or self.group_size == -1
+        return self.grid.scheme(shape, grouped=not in_order)
+
+    def layer(self, weight: Float[Tensor, "N K"], seen: Inputs | None) -> Quantised:
+        assert seen is not None
+        diagonal = seen.hessian.diagonal()
+        if not seen.hessian.isfinite().all() or not diagonal.any():
+            what = "no input was seen" if not diagonal.any() else "its inputs are not finite"
+            return Quantised(round_to_nearest(weight, self.grid), (f"{what}: rounded to nearest",))
+        order = torch.argsort(diagonal, descending=True, stable=True) if self.act_order else None
+        hessian = seen.hessian if order is None else seen.hessian[order][:, order]
+        for damping in self._dampings():
+            factor = inverse_factor(hessian, damping)
+            if factor is not None:
+                notes = () if damping == self.damping else (f"damping raised from {self.damping} to {damping}",)
+                return Quantised(self._codes(weight, factor, order), notes)
+        tried = ", ".join(map(str, self._dampings()))
+        told = f"the Hessian is not positive definite at a damping of {tried}: rounded to nearest"
+        return Quantised(round_to_nearest(weight, self.grid), (told,))
+
+    def _dampings(self) -> Iterator[float]:
+        yield self.damping
+        yield from (damping for damping in _DAMPINGS if damping > self.damping)
+
+    def _codes(self, weight: Tensor, factor: Float[Tensor, "K K"], order: Int[Tensor, " K"] | None) -> Codes:
+        """`factor`: of the columns in that order."""
+        K, grid = weight.shape[1], self.grid
+        width = grid.width(K)
+        group = torch.arange(K, device=weight.device) // width  # of each column, as they come
+        if order is None:
+            order = torch.arange(K, device=weight.device)
+        scales = None
+        if self.static_groups:
+            found = round_to_nearest(weight, grid)
+            assert found.zero is not None
+            scales = found.scale.float(), found.zero
+            group = group[order]
+        codes, scale, zero = compensated(weight[:, order], factor, grid, group, scales, self.block_size)
+        back = torch.argsort(order)
+        columns = group[back]
+        in_order = torch.equal(columns, torch.arange(K, device=weight.device) // width)
+        return Codes(
+            codes[:, back].contiguous(),
+            scale.to(grid.scale_dtype),
+            self.bits,
+            width,
+            zero=zero,
+            groups=None if in_order else columns.int(),
+        )
+
+
+def inverse_factor(hessian: Float[Tensor, "K K"], damping: float) -> Float[Tensor, "K K"] | None:
+    """U, upper triangular, Uᵀ U = (H + damping · I)⁻¹, with H divided by the mean of its diagonal, over the columns that
+    have any input; the others have a diagonal of 1. None where that is not positive definite.
+
+    Turned about, H = R Rᵀ with R upper triangular, and U = R⁻¹."""
+    H = hessian.to(torch.float64 if len(hessian) <= _DOUBLE else torch.float32)
+    diagonal = H.diagonal()
+    H = H / diagonal[diagonal > 0].mean()
+    diagonal = H.diagonal()
+    diagonal[diagonal == 0] = 1
+    diagonal += damping
+    turned, failed = torch.linalg.cholesky_ex(H.flip(0, 1))
+    # the Hessian was summed in float32: what is less than that rounds off is noise, not a pivot
+    if failed or not bool((turned.diagonal().square() > torch.finfo(torch.float32).eps).all()):
+        return None
+    eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
+    return torch.linalg.solve_triangular(turned, eye, upper=False).flip(0, 1)
+
+
+def compensated(
+    weight: Float[Tensor, "N K"],
+    factor: Float[Tensor, "K K"],
+    grid: Grid,
+    group: Int[Tensor, " K"],
+    scales: tuple[Float[Tensor, "N G"], Tensor] | None,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [N, K], scale, zero [N, G]) of columns rounded from left to right, all rows at once. Without `scales`, the
+    columns of a group are neighbours, and its scale is made of them as its first is reached.
+
+    In float64, where near-ties do not depend on the order of sums, and columns as rows, which lie side by side."""
+    N, K = weight.shape
+    width = grid.width(K)
+    W = weight.T.to(torch.float64).contiguous()
+    codes = torch.empty(K, N, dtype=torch.uint8, device=W.device)
+    if scales is None:
+        scale, zero = W.new_empty(-(-K // width), N), codes.new_empty(-(-K // width), N)
+    else:
+        scale, zero = scales[0].T.to(W.dtype).contiguous(), scales[1].T.contiguous()
+    groups = group.tolist()
+    for start in range(0, K, block_size):
+        stop = min(start + block_size, K)
+        own = factor[start:stop, start:stop].to(W.dtype)
+        lost = W.new_empty(stop - start, N)
+        for i, k in enumerate(range(start, stop)):
+            g = groups[k]
+            if scales is None and k % width == 0:
+                scale[g], zero[g] = grid.ranges(W[k : k + width].T.float())
+            codes[k] = grid.codes(W[k], scale[g], zero[g])
+            rounded = scale[g] * (codes[k].to(W.dtype) - zero[g].to(W.dtype))
+            lost[i] = (W[k] - rounded) / own[i, i]
+            W[k + 1 : stop].addr_(own[i, i + 1 :], lost[i], alpha=-1)
+        W[stop:] -= factor[start:stop, stop:].T.to(W.dtype) @ lost
+    return codes.T, scale.T.contiguous(), zero.T.contiguous()
