@@ -19,6 +19,7 @@ from .config import RunConfig
 from .format import counted, size
 from .hardware import describe_device
 from .quality.evaluate import check_quality
+from .quantise import Quantising, planned
 from .replay import Recording, open_recording
 from .sweep.grid import Cell
 from .tasks import FORMATS, Task, TaskSettings, load_task, read_rows
@@ -50,6 +51,7 @@ class _Look:
     task: Task | None
     composition: Composition
     recording: Recording | None = None
+    quantising: Quantising | None = None
 
 
 def check(config: RunConfig) -> int:
@@ -73,6 +75,8 @@ def check(config: RunConfig) -> int:
     else:
         rows["dtype"] = f"{str(dtype).removeprefix('torch.')} ({why})"
         rows["device"] = f"{device} ({describe_device(device)})"
+        if look.quantising is not None:
+            rows["quantization"] = str(look.quantising)
         rows["drafting"] = _drafter(config.drafting)
         rows["acceptance"] = _rule(config.acceptance)
         rows["task"] = _prompts(task, config.task)
@@ -84,7 +88,8 @@ def check(config: RunConfig) -> int:
     for name, text in rows.items():
         table.add_row(name, text)
     Console(markup=False, highlight=False).print(table)
-    for warning in [*composition.warnings, *filter(None, [unused_gpu()])]:
+    doubts = () if look.quantising is None else look.quantising.warnings
+    for warning in [*composition.warnings, *doubts, *filter(None, [unused_gpu()])]:
         print(f"warning: {warning}")
     if absent:
         print(f"warning: {_ABSENT}")
@@ -133,7 +138,9 @@ def _look(
     task = loaded(config.task)
     check_quality(config, target if isinstance(target, Source) else None)
     known = None if absent or isinstance(target, NotHere) else target
-    return _Look(target, absent, task, resolve(config, known, task))
+    composition = resolve(config, known, task)
+    quantising = None if known is None else planned(config, known, resolve_dtype(config.dtype, resolve_device(config.device))[0])
+    return _Look(target, absent, task, composition, quantising=quantising)
 
 
 def _opened(spec: ModelSpec) -> Source | NotHere:

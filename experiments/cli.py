@@ -338,8 +338,8 @@ def help_text(words: Words) -> str:
     lines += ["", "GROUPS: GROUP=OPTION (* taken here)"]
     for group, options in found.items():
         names = [f"{option}*" if option == taken.get(group) else option for option in options]
-        text = f"  {group:12}{', '.join(names)}"
-        lines += textwrap.wrap(text, 116, subsequent_indent=" " * 14, break_on_hyphens=False)
+        text = f"  {group:14}{', '.join(names)}"
+        lines += textwrap.wrap(text, 116, subsequent_indent=" " * 16, break_on_hyphens=False)
     lines += ["", "EXPERIMENTS: runs and sweeps kept as files; --config-dir DIR adds DIR/experiment/*.yaml"]
     for experiment, file in found["experiment"].items():
         lines += textwrap.wrap(f"  {experiment:12}{_about(file)}", 116, subsequent_indent=" " * 14)

@@ -16,6 +16,9 @@ from decodelab.experiments.cli import EXAMPLES, JOBS, USAGE, main
 from decodelab.experiments.compose import compose, groups
 
 
+NAMES = "run, evaluate, check, quantize, train, layers, report, tree"
+
+
 class Runs:
     """Stands in for the job `run`: keeps what it was given, and does what each call is told to."""
 
@@ -105,8 +108,8 @@ def test_a_bug_keeps_its_traceback(bug, runs):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["chek"], "'chek' is no job: did you mean check? jobs are run, evaluate, check, train, layers, report, tree"),
-        (["drafting=none"], f"name a job, one of run, evaluate, check, train, layers, report, tree: {USAGE}"),
+        (["chek"], f"'chek' is no job: did you mean check? jobs are {NAMES}"),
+        (["drafting=none"], f"name a job, one of {NAMES}: {USAGE}"),
         (["run", "--sweep"], "--sweep is unknown: options are --config-dir DIR, --cfg job, -m, --help, --version"),
         (["run", "--config-dir"], "--config-dir needs a value: --config-dir DIR"),
         (["run", "--cfg"], "--cfg needs a value: --cfg job"),

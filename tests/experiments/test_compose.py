@@ -20,8 +20,8 @@ from decodelab.experiments.tasks import TaskSettings
 SHIPPED = Composer()  # reads each YAML once
 OPTIONS = [(group, option) for group, options in groups().items() if group != "experiment" for option in options]
 TOP = (
-    "model, drafting, acceptance, task, quality, tracking, dtype, device, threads, seed, batch, timing, profile, "
-    "compare_hf, replay, tasks, against, output, cell, stop_after_failures, budget_hours, rerun, sweep, search, "
+    "model, drafting, acceptance, task, quality, tracking, quantization, dtype, device, threads, seed, batch, timing, "
+    "profile, compare_hf, replay, tasks, against, output, cell, stop_after_failures, budget_hours, rerun, sweep, search, "
     "layers, train, trusted"
 )
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
@@ -174,9 +174,8 @@ def test_interpolations_are_resolved():
         ),
         (
             ["task/path=x"],
-            "there is no group task/path; groups are model, drafting, acceptance, task, quality, tracking, train, "
-            "experiment; "
-            "a key has dots: task.path",
+            "there is no group task/path; groups are model, drafting, acceptance, task, quality, tracking, "
+            "quantization, train, experiment; a key has dots: task.path",
         ),
         (
             ["acceptance={}"],
