@@ -6,6 +6,7 @@ from typing import Any
 BUSY = 0.5  # cores that others keep busy: more, and what is timed is noise
 NOISY = "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
 BUSY_MARK = "‡"  # behind a row whose speed is of such a run
+SIGNIFICANT = 0.05  # a p that is told
 _POSITIONS = 4  # of a draft, that are told
 
 
@@ -33,12 +34,21 @@ def counted(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
+def chance(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.0005 else "≤ 0.001"
+
+
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "–" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def share(value: float) -> str:
+    """Of what is near to all: with as many digits as tell it from all."""
+    return "100 %" if value == 1 else f"{100 * min(value, 0.9999):.{1 if value < 0.995 else 2}f} %"
 
 
 def seconds(value: float | None) -> str:
@@ -112,13 +122,13 @@ def diverged(found: Mapping[str, Any]) -> Iterator[str]:
     noise = "" if floor is None else f"; {noise_floor(floor)}"
     yield (
         f"KL to {found['reference']['folder']} {kl['value']:.2g} a token over {found['tokens']} tokens of gold "
-        f"answers, the same token likeliest in {100 * same['value']:.1f} %{noise}"
+        f"answers, the same token likeliest in {share(same['value'])}{noise}"
     )
     for row in found["where"]:
-        if row["p_holm"] < 0.05:
+        if row["p_holm"] < SIGNIFICANT:
             yield (
-                f"it loses most by {row['by']} in {row['name']}: {100 * row['share']:.0f} % of all KL in "
-                f"{100 * row['size']:.0f} % of the tokens (p {row['p_holm']:.3f})"
+                f"by {row['by']}, {row['name']} has {percent(row['share'])} of the KL in {percent(row['size'])} of the "
+                f"tokens (p {chance(row['p_holm'])})"
             )
 
 
@@ -126,6 +136,6 @@ def noise_floor(floor: Mapping[str, Any]) -> str:
     """What rounding does to the reference's own weights."""
     other, mine = floor["dtypes"]
     return (
-        f"rounding alone: KL {floor['kl']:.2g}, {100 * floor['agreement']:.1f} % ({other} against {mine} of the "
+        f"rounding alone: KL {floor['kl']:.2g}, {share(floor['agreement'])} ({other} against {mine} of the "
         "reference's own weights)"
     )

@@ -1,8 +1,10 @@
 """What a run is, known before any weight is loaded: its files, its configuration as it came out, its key."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .lab import Progress, draft_digest
 from .quality.evaluate import quality_digest
-from .quantise import Quantising, copy_of, planned
+from .quantise import REPORT, Quantising, copy_of, planned
 from .replay import Recording, open_recording
 from .result import run_key
 from .tasks import Task, load_task
@@ -40,6 +42,17 @@ class Identity:
         """What is decoded: the model, or its quantised copy, which is made where it is not there."""
         assert self.source is not None, "a replay decodes nothing"
         return self.source if self.quantising is None else open_source(copy_of(self.quantising, progress), progress)
+
+    @property
+    def quantised(self) -> Mapping[str, Any] | None:
+        """How the quantised weights that are decoded came to be, by their folder; None of weights as stored."""
+        made = self.quantising
+        path = self.resolved["model"]["path"] if made is None else copy_of(made).path
+        file = Path(path or "").expanduser() / REPORT
+        if not file.is_file():
+            return None
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return {key: known.get(key) for key in ("kind", "settings", "calibration", "source")}
 
 
 def identify(

@@ -108,6 +108,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
             started_at=started.isoformat(timespec="seconds"),
             load_before=load_before,
         )
+        made |= {} if what.quantised is None else {"quantised": what.quantised}
         info = RunInfo(what.key, title, job, folder, what.resolved, what.digests, made, sweep)
         with config.tracking.open(info) as tracker:
             measured = profiled = peaks = quality = failure = hf = None

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import metrics
-from .format import counted, interval, noise_floor, number, percent, positions, seconds, size, sources
+from .format import chance, counted, interval, noise_floor, number, percent, positions, seconds, share, size, sources
 from .measure import Sample
 
 _MEANING = {
@@ -97,8 +97,9 @@ def divergence(found: Mapping[str, Any]) -> Iterator[Any]:
         kl = one["kl"]
         bounds = "" if kl["low"] is None else f" [{kl['low']:.2g}, {kl['high']:.2g}]"
         quantiles = (f"{kl[which]:.2g}" for which in ("p50", "p99", "max"))
-        same = f"{100 * one['agreement']['value']:.1f} %"
-        table.add_row(Text(_short(name, _NARROW)), f"{kl['value']:.2g}{bounds}", *quantiles, same)
+        table.add_row(
+            Text(_short(name, _NARROW)), f"{kl['value']:.2g}{bounds}", *quantiles, share(one["agreement"]["value"])
+        )
     yield table
     if found["floor"] is not None:
         yield Text(noise_floor(found["floor"]))
@@ -113,7 +114,7 @@ def degraded(where: Sequence[Mapping[str, Any]]) -> Table:
     table = columns("where it degrades", "worst", "of tokens", "of KL", "of flips", "p")
     for row in where:
         shares = (percent(row[key]) for key in ("size", "share", "flips"))
-        table.add_row(Text(f"by {row['by']}"), Text(_short(row["name"])), *shares, f"{row['p_holm']:.3f}")
+        table.add_row(Text(f"by {row['by']}"), Text(_short(row["name"])), *shares, chance(row["p_holm"]))
     return table
 
 

@@ -1,5 +1,6 @@
 """The job `report`: words in; a table, report.md, report.csv and report.html out."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,10 @@ from ...errors import UserError
 from ..files import FULL, result_files, write_atomic
 
 _NAMED = 20  # runs, of a folder that holds more
-USAGE = "decodelab report DIR… [--against DIR] [output=DIR], report explain RUN, or report claims DIR…"
+USAGE = (
+    "decodelab report DIR… [--against DIR] [output=DIR], report explain RUN, report certificate RUN, or report claims "
+    "DIR…"
+)
 HELP = f"""decodelab report: runs side by side
 
   {USAGE}
@@ -20,6 +24,8 @@ prompts stand in tables of their own.
   --against DIR     pairs the runs with those below DIR: what became slower or faster, and what it did to quality
   output=DIR        where the files go
   explain RUN       why a run was slow or fast, in words, and what to try
+  certificate RUN   one page for colleagues: what a run lost or gained against its reference, and of what exactly;
+                    writes certificate.md and certificate.html into its folder
   claims DIR…       what the literature claims beside what these runs say of it; writes claims.md"""
 
 
@@ -113,26 +119,47 @@ def _writable(asked: Asked) -> Path:
     return output
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, remedy: str = "name another folder with output=DIR") -> None:
     try:
         write_atomic(file, text)
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise UserError(f"{file} cannot be written ({error.strerror}); name another folder with output=DIR") from error
+        raise UserError(f"{file} cannot be written ({error.strerror}); {remedy}") from error
 
 
 def _explain(words: Sequence[str]) -> int:
     from .explain import explain
 
+    for line in explain(_one("explain", words)):
+        print(line)
+    return 0
+
+
+def _certificate(words: Sequence[str]) -> int:
+    from rich.markdown import Markdown
+
+    from ..columns import stdout
+    from .certificate import certificate, markdown, page
+
+    folder = _one("certificate", words)
+    made = certificate(folder)
+    text = markdown(made)
+    stdout().print(Markdown(text)) if sys.stdout.isatty() else print(text)
+    for name, content in (("certificate.md", text), ("certificate.html", page(made))):
+        _write(folder / name, content, "make the folder writable")
+    print(f"written to {folder / 'certificate.md'}, {folder / 'certificate.html'}")
+    return 0
+
+
+def _one(job: str, words: Sequence[str]) -> Path:
+    """The folder of the run that is named."""
     if len(words) != 1:
-        raise UserError(f"explain takes the folder of one run, got {len(words)}: decodelab report explain RUN")
+        raise UserError(f"{job} takes the folder of one run, got {len(words)}: decodelab report {job} RUN")
     folder = Path(words[0]).expanduser()
     if not (folder / "result.json").exists():
         raise UserError(_which(folder))
-    for line in explain(folder):
-        print(line)
-    return 0
+    return folder
 
 
 def _which(folder: Path) -> str:
@@ -172,4 +199,8 @@ def _claims(words: Sequence[str]) -> int:
     return 0
 
 
-SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"explain": _explain, "claims": _claims}
+SUBCOMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "explain": _explain,
+    "certificate": _certificate,
+    "claims": _claims,
+}

@@ -223,34 +223,34 @@ def markdown(groups: Sequence[Group], found: Found, against: Comparison | None) 
 def _markdown(groups: Sequence[Group], found: Found, against: Comparison | None) -> Iterator[str]:
     yield "# decodelab report"
     for group in groups:
-        yield f"\n## {_literal(group.title)}\n"
-        yield f"{_literal(' · '.join(filter(None, (group.machine, group.shared))))}\n"
+        yield f"\n## {literal(group.title)}\n"
+        yield f"{literal(' · '.join(filter(None, (group.machine, group.shared))))}\n"
         some = columns(group)
         lines = [(f"{row.label}{mark(row)}", *(c.show(row) for c in some)) for row in group.rows]
-        yield from _table(("strategy", *(c.title for c in some)), lines)
+        yield from table(("strategy", *(c.title for c in some)), lines)
         yield ""
-        yield from (f"- {_literal(note)}" for note in notes(group))
+        yield from (f"- {literal(note)}" for note in notes(group))
     if found.unfinished:
         yield "\n## Cells without a result\n"
-        yield from _table(("cell", "status", "why"), [_told(cell) for cell in found.unfinished])
+        yield from table(("cell", "status", "why"), [_told(cell) for cell in found.unfinished])
     if against is not None:
-        yield f"\n## Against {_literal(against.name)}\n"
+        yield f"\n## Against {literal(against.name)}\n"
         for titles, changed in changes(against):
-            yield from _table(titles, changed)
+            yield from table(titles, changed)
             yield ""
-        yield from (f"- {_literal(note)}" for note in against.notes)
+        yield from (f"- {literal(note)}" for note in against.notes)
     if found.notes:
         yield "\n## Not read\n"
-        yield from (f"- {_literal(note)}" for note in found.notes)
+        yield from (f"- {literal(note)}" for note in found.notes)
 
 
-def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(map(_literal, titles))} |"
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(map(literal, titles))} |"
     yield f"| --- |{' ---: |' * (len(titles) - 1)}"
-    yield from (f"| {' | '.join(map(_literal, line))} |" for line in lines)
+    yield from (f"| {' | '.join(map(literal, line))} |" for line in lines)
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Nothing in it is Markdown or HTML."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text)
