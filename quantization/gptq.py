@@ -27,10 +27,10 @@ _DOUBLE = 8192  # columns up to which a Hessian is decomposed in float64: half a
 @dataclass(frozen=True, slots=True)
 class GPTQ:
     """Settings; what bits, group_size, symmetric and clip mean is said in `Grid`. `act_order`: columns in the order of
-    the Hessian's diagonal, the greatest first. `static_groups`: the scales are those of the weight as it was, and groups
-    are neighbouring columns in any order; else they are made along the way, and with act_order, groups are neighbours
-    in that order. `damping`: added to the diagonal, times its mean. `block_size`: columns between two updates of all
-    that follows; a matter of speed alone."""
+    the Hessian's diagonal, the greatest first. `static_groups`: the scales are those of the weight as it was,
+    and groups are neighbouring columns in any order; else they are made along the way, and with act_order, groups are
+    neighbours in that order. `damping`: added to the diagonal, times its mean. `block_size`: columns between two
+    updates of all that follow; a matter of speed alone."""
 
     bits: int = 4
     group_size: int = 64
@@ -41,7 +41,7 @@ class GPTQ:
     clip: bool = False
     block_size: int = 128
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    calibration: Calibration = Calibration()
+    calibration: Calibration = field(default_factory=Calibration)
 
     kind: ClassVar[str] = "gptq"
 
@@ -69,8 +69,8 @@ class GPTQ:
             return []
         name = max(wide, key=lambda name: wide[name])
         return [
-            f"quantization.calibration.tokens={self.calibration.tokens} are fewer than the inputs of {len(wide)} layers "
-            f"(of {name}: {wide[name]}), which are then fitted to noise: give more"
+            f"quantization.calibration.tokens={self.calibration.tokens} are fewer than the inputs of {len(wide)} "
+            f"layers (of {name}: {wide[name]}), which are then fitted to noise: give more"
         ]
 
     def scheme(self, shape: tuple[int, int]) -> Scheme:
@@ -83,8 +83,10 @@ class GPTQ:
         if not seen.hessian.isfinite().all() or not diagonal.any():
             what = "no input was seen" if not diagonal.any() else "its inputs are not finite"
             return Quantised(round_to_nearest(weight, self.grid), (f"{what}: rounded to nearest",))
-        order = torch.argsort(diagonal, descending=True, stable=True) if self.act_order else None
-        hessian = seen.hessian if order is None else seen.hessian[order][:, order]
+        order = torch.arange(len(diagonal), device=diagonal.device)
+        if self.act_order:
+            order = torch.argsort(diagonal, descending=True, stable=True)
+        hessian = seen.hessian[order][:, order]
         for damping in self._dampings():
             factor = inverse_factor(hessian, damping)
             if factor is not None:
@@ -98,35 +100,31 @@ class GPTQ:
         yield self.damping
         yield from (damping for damping in _DAMPINGS if damping > self.damping)
 
-    def _codes(self, weight: Tensor, factor: Float[Tensor, "K K"], order: Int[Tensor, " K"] | None) -> Codes:
+    def _codes(self, weight: Tensor, factor: Float[Tensor, "K K"], order: Int[Tensor, " K"]) -> Codes:
         """`factor`: of the columns in that order."""
         K, grid = weight.shape[1], self.grid
         width = grid.width(K)
-        group = torch.arange(K, device=weight.device) // width  # of each column, as they come
-        if order is None:
-            order = torch.arange(K, device=weight.device)
-        scales = None
+        neighbours = torch.arange(K, device=weight.device) // width
+        group, scales = neighbours, None  # the group of each column, as they come
         if self.static_groups:
             found = round_to_nearest(weight, grid)
             assert found.zero is not None
-            scales = found.scale.float(), found.zero
-            group = group[order]
+            group, scales = neighbours[order], (found.scale.float(), found.zero)
         codes, scale, zero = compensated(weight[:, order], factor, grid, group, scales, self.block_size)
         back = torch.argsort(order)
         columns = group[back]
-        in_order = torch.equal(columns, torch.arange(K, device=weight.device) // width)
         return Codes(
             codes[:, back].contiguous(),
             scale.to(grid.scale_dtype),
             self.bits,
             width,
             zero=zero,
-            groups=None if in_order else columns.int(),
+            groups=None if torch.equal(columns, neighbours) else columns.int(),
         )
 
 
 def inverse_factor(hessian: Float[Tensor, "K K"], damping: float) -> Float[Tensor, "K K"] | None:
-    """U, upper triangular, Uᵀ U = (H + damping · I)⁻¹, with H divided by the mean of its diagonal, over the columns that
+    """U, upper triangular, Uᵀ U = (H + damping · I)⁻¹, with H divided by the mean of its diagonal over the columns that
     have any input; the others have a diagonal of 1. None where that is not positive definite.
 
     Turned about, H = R Rᵀ with R upper triangular, and U = R⁻¹."""
