@@ -45,6 +45,8 @@ class RunConfig:
     quality: QualitySettings = field(default_factory=QualitySettings)
     tracking: Tracking = field(default_factory=Untracked)
     quantization: Quantiser | AsStored = field(default_factory=AsStored)
+    format: str = "native"
+    target: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.model.storage import atomic_file, cache_dir
 from ..decoding.model.weights import open_safetensors
 from ..errors import UserError
-from ..quantization.codes import Codes
-from ..quantization.formats import FORMATS, Format
+from ..quantization.codes import Scheme
+from ..quantization.formats import NATIVE, WRITTEN, Format
 from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser, check_overrides, settings_of
 from ..quantization.sequential import Report, quantise
@@ -89,6 +89,7 @@ def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) 
         warnings += one.check({name: shapes[name] for name in of})
     calibration = settings.calibration
     pieces = None
+    form.check({name: q.scheme(shapes[name]) for name, q in layers.items() if q is not None}, skipped(layers))
     if calibration is not None:
         pieces = load_calibration(calibration, settings.kind, source.tokenizer, model.max_positions)
     about = {
@@ -98,10 +99,15 @@ def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) 
         "settings": str(settings),
         "calibration": None if pieces is None else pieces.digest,
         "dtype": str(dtype),
-        "format": form.name,
+        "format": form.title,
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     return Quantising(source, settings, layers, pieces, dtype, form, key, tuple(warnings))
+
+
+def skipped(layers: Mapping[str, Quantiser | None]) -> list[str]:
+    """All linear layers that stay as they are."""
+    return [*(name for name, q in layers.items() if q is None), "lm_head"]
 
 
 def copy_of(plan: Quantising, progress: Progress | None = None) -> ModelSpec:
@@ -121,7 +127,7 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
     text = _text(plan, tensors)  # empty where no layer reads any
     reports: list[Report] = []
     index: dict[str, str] = {}
-    codes: dict[str, Codes] = {}
+    schemes: dict[str, Scheme] = {}
     for layer in range(model.layers):
         if progress is not None:
             progress("quantising", layer, model.layers)
@@ -131,10 +137,11 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
         done = _read_block(file, block, plan) if file.is_file() else None
         if done is None:
             done = list(quantise(block, {n: plan.layers[n] for stage in block.stages for n in stage.names}))
-            _write_block(file, block, done, plan)
+            _write_block(file, block, [_fitted(block, report, plan) for report in done], plan)
+            done = _read_block(file, block, plan)  # as it is stored: what is broken off goes on from the same
         reports += done
         index |= dict.fromkeys(_stored(block, plan), name)
-        codes |= {n: c.to("meta") for n, c in block.codes.items()}  # sizes alone
+        schemes |= {n: c.scheme for n, c in block.codes.items()}
         block.advance()
     if progress is not None:
         progress("quantising", model.layers, model.layers)
@@ -143,7 +150,7 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
         rest.pop("lm_head.weight", None)
     _write(folder / "rest.safetensors", rest, {})
     index |= dict.fromkeys(rest, "rest.safetensors")
-    _finish(folder, plan, codes, reports, index)
+    _finish(folder, plan, schemes, reports, index)
     return reports
 
 
@@ -176,8 +183,15 @@ def _stored(block: CalibratedBlock, plan: Quantising) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
+def _fitted(block: CalibratedBlock, report: Report, plan: Quantising) -> Report:
+    """The layer's codes become what the format expresses of them."""
+    fit = plan.form.fit(block.codes[report.name])
+    block.codes[report.name] = fit.codes
+    return replace(report, notes=report.notes + fit.notes)
+
+
 def _write_block(file: Path, block: CalibratedBlock, reports: Sequence[Report], plan: Quantising) -> None:
-    about = plan.form.config(block.codes)
+    about = plan.form.config({name: codes.scheme for name, codes in block.codes.items()}, ())
     note = {"reports": [asdict(report) for report in reports], "config": about}
     _write(file, _stored(block, plan), {"decodelab-quantised": json.dumps(note)})
 
@@ -188,8 +202,8 @@ def _write(file: Path, tensors: Mapping[str, Tensor], note: Mapping[str, str]) -
         out.write(content)
 
 
-def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Report] | None:
-    """What was done of a quantisation that was broken off; the block is then as it was."""
+def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Report]:
+    """What was done; the block becomes what is stored of it."""
     with open_safetensors(file) as stored:
         note = json.loads(stored.metadata()["decodelab-quantised"])
         shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
@@ -203,11 +217,12 @@ def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Re
 
 
 def _finish(
-    folder: Path, plan: Quantising, codes: Mapping[str, Codes], reports: Sequence[Report], index: Mapping[str, str]
+    folder: Path, plan: Quantising, schemes: Mapping[str, Scheme], reports: Sequence[Report], index: Mapping[str, str]
 ) -> None:
     source = plan.source
     config = source.config.to_dict() | {"dtype": str(plan.dtype).removeprefix("torch.")}
-    config["quantization_config"] = plan.form.config(codes) | {"origin": source.digest, "kind": plan.settings.kind}
+    about = plan.form.config(schemes, skipped(plan.layers))
+    config["quantization_config"] = about | {"origin": source.digest, "kind": plan.settings.kind}
     write_atomic(folder / "config.json", json.dumps(config, indent=1, default=str) + "\n")
     write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": list(source.eos_ids)}) + "\n")
     source.tokenizer.save_pretrained(folder)
@@ -228,9 +243,19 @@ def _finish(
 
 def planned(config: RunConfig, source: Source, dtype: torch.dtype) -> Quantising | None:
     """Of a run; None where its model is decoded as it is stored."""
+    if config.format != NATIVE.title:
+        raise UserError(
+            f"format={config.format} is of the job quantize: leave it out, and name its folder as model.path"
+        )
     if isinstance(config.quantization, AsStored):
         return None
-    return plan(config.quantization, source, dtype, FORMATS["decodelab"])
+    return plan(config.quantization, source, dtype, NATIVE)
+
+
+def written_format(name: str) -> Format:
+    if name not in WRITTEN:
+        raise UserError(f"format must be one of {', '.join(WRITTEN)}, got {name!r}")
+    return WRITTEN[name]
 
 
 def quantize_job(config: RunConfig) -> int:
@@ -239,12 +264,12 @@ def quantize_job(config: RunConfig) -> int:
         raise UserError("name how, such as quantization=rtn")
     if config.output is None or not config.output.strip():
         raise UserError("quantize writes a folder: name it with output=DIR")
-    folder = Path(config.output).expanduser()
+    folder, form = Path(config.output).expanduser(), written_format(config.format)
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
     if (folder / INDEX).is_file():
         raise UserError(f"{folder} holds a model already: name another output")
     with Watch() as watch:
-        made = plan(config.quantization, open_source(config.model, watch.step), dtype, FORMATS["decodelab"])
+        made = plan(config.quantization, open_source(config.model, watch.step), dtype, form)
         reports = write(made, folder, watch.step)
     _show(made, reports, folder)
     return 0

@@ -13,6 +13,20 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What is known of a layer's codes without their data, before or after they are made. `shift`: with a float shift
+    in the place of an integer zero; `grouped`: columns are in any groups."""
+
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    symmetric: bool
+    shift: bool = False
+    grouped: bool = False
+    activation_bits: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
     """A weight [N, K]. `scale` and one of `zero` and `shift` are [N, G]. `activation_bits`: what the layer's input is
@@ -45,6 +59,11 @@ class Codes:
     def symmetric(self) -> bool:
         """All zeros stand in the middle, 2^(bits − 1)."""
         return self.zero is not None and bool((self.zero == 2 ** (self.bits - 1)).all())
+
+    @property
+    def scheme(self) -> Scheme:
+        shift, grouped = self.shift is not None, self.groups is not None
+        return Scheme(self.shape, self.bits, self.group_size, self.symmetric, shift, grouped, self.activation_bits)
 
     @property
     def column_groups(self) -> Int[Tensor, " K"]:

@@ -8,7 +8,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from ..errors import UserError
-from .codes import Codes
+from .codes import Codes, Scheme
 
 GROUP_SIZES = (-1, 16, 32, 64, 128, 256)
 
@@ -20,7 +20,8 @@ class Grid:
     step; else the range is from the least weight to the greatest, zero included. `clip`: the share of the range that is
     kept is searched for, of 1 to 0.2, by the squared error (its power `norm`, as GPTQ's mse option).
 
-    Scales are rounded to `scale_dtype` first and the codes chosen by the rounded ones.
+    Scales are rounded to `scale_dtype` first and the codes chosen by the rounded ones. float16 stands for the values
+    that bfloat16 has as well: formats store scales in the one, packed products multiply in the other, none loses any.
     """
 
     bits: int
@@ -37,6 +38,10 @@ class Grid:
     def width(self, K: int) -> int:
         """Columns of a group in rows of K."""
         return K if self.group_size == -1 else min(self.group_size, K)
+
+    def scheme(self, shape: tuple[int, int], grouped: bool = False) -> Scheme:
+        """Of codes that a weight of that shape gets."""
+        return Scheme(shape, self.bits, self.width(shape[1]), self.symmetric, grouped=grouped)
 
     def ranges(self, weight: Float[Tensor, "N C"]) -> tuple[Float[Tensor, " N"], UInt8[Tensor, " N"]]:
         """(scale, zero) of one group of columns, for each row."""
@@ -60,7 +65,9 @@ class Grid:
             low = -high
         scale = (high - low) / self.top
         limits = torch.finfo(self.scale_dtype)
-        scale = torch.where(scale > 0, scale.clamp(limits.tiny, limits.max), torch.ones_like(scale))
+        scale = torch.where(scale > 0, scale.clamp(limits.tiny, limits.max * (1 - 2**-8)), torch.ones_like(scale))
+        if self.scale_dtype == torch.float16:
+            scale = scale.bfloat16()
         scale = scale.to(self.scale_dtype).to(low.dtype)
         if self.symmetric:
             return scale, torch.full_like(scale, 2 ** (self.bits - 1), dtype=torch.uint8)

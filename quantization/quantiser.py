@@ -1,7 +1,7 @@
 """What a quantiser is: one linear layer and what was seen of its input in, codes out."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import UserError
-from .codes import Codes
+from .codes import Codes, Scheme
 
 SAMPLE = 512  # rows of a layer's input that are kept as they are
 OVERRIDABLE = ("bits", "group_size", "symmetric", "clip")
@@ -93,6 +93,9 @@ class Quantiser(Protocol):
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
         """Before anything is read. Refuses layers [N, K] that cannot be quantised so, all in one line; warns."""
 
+    def scheme(self, shape: tuple[int, int]) -> Scheme:
+        """Of the codes that a layer [N, K] will have, as far as it is known: columns `grouped` if they may be."""
+
     def layer(self, weight: Float[Tensor, "N K"], seen: Inputs | None) -> Quantised: ...
 
 
@@ -118,7 +121,8 @@ def settings_of(settings: Any, name: str) -> Any:
             found = given
     if found in (None, "none"):
         return None
-    keys = [key for key in OVERRIDABLE if hasattr(settings, key)]
+    own = {field.name for field in fields(settings)}
+    keys = [key for key in OVERRIDABLE if key in own]
     if not isinstance(found, Mapping) or (unknown := [key for key in found if key not in keys]):
         said = f"has {unknown[0]}" if isinstance(found, Mapping) else f"is {found!r}"
         raise UserError(f"quantization.overrides of {name} {said}: give none, or a mapping of {', '.join(keys)}")

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from .codes import Scheme
 from .grid import Grid, check_grid, round_to_nearest
 from .quantiser import Calibration, Inputs, Quantised
 
@@ -33,6 +34,9 @@ class RTN:
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
         return []  # a last group may be shorter
+
+    def scheme(self, shape: tuple[int, int]) -> Scheme:
+        return self.grid.scheme(shape)
 
     def layer(self, weight: Float[Tensor, "N K"], seen: Inputs | None) -> Quantised:
         return Quantised(round_to_nearest(weight, self.grid))

@@ -2,9 +2,17 @@
 
 from collections.abc import Mapping
 
+from .awq import AWQFormat
+from .compressed_tensors import CompressedTensors
 from .format import Format, QuantisedLayers
+from .gptq import GPTQFormat
 from .native import Native
 
-FORMATS: Mapping[str, Format] = {Native.name: Native()}  # by quant_method in config.json
+NATIVE = Native()
+# what is written, by the key `format`
+WRITTEN: Mapping[str, Format] = {
+    form.title: form for form in (NATIVE, GPTQFormat(1), GPTQFormat(2), AWQFormat(), CompressedTensors())
+}
+FORMATS: Mapping[str, Format] = {form.name: form for form in WRITTEN.values()}  # by quant_method in config.json
 
-__all__ = ["FORMATS", "Format", "QuantisedLayers"]
+__all__ = ["FORMATS", "NATIVE", "WRITTEN", "Format", "QuantisedLayers"]

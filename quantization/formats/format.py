@@ -1,11 +1,15 @@
 """What a format is, and a checkpoint's quantised layers read through one."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from jaxtyping import Int32, UInt8
 from torch import Tensor
 
-from ..codes import Codes
+from ...errors import UserError
+from ..codes import Codes, Scheme, pack, unpack
+from ..quantiser import Quantised
 
 Shape = tuple[int, ...]
 
@@ -18,15 +22,26 @@ class Format(Protocol):
     def name(self) -> str:
         """quant_method in config.json."""
 
+    @property
+    def title(self) -> str:
+        """What the key `format` calls it."""
+
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         """Which layers are quantised, and their weights' [N, K], from the tensors' shapes. Refuses, in one line, what
         the format's own rules exclude: a tensor that is missing or of another shape, bits that are not read."""
 
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes: ...
-    def write(self, layer: str, codes: Codes) -> dict[str, Tensor]:
-        """The tensors of a layer. Refuses codes that the format does not express."""
+    def check(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> None:
+        """Refuses, before there are any codes, what the format does not express: all layers in one line. `skipped`:
+        layers that stay as they are."""
 
-    def config(self, layers: Mapping[str, Codes]) -> dict[str, Any]:
+    def fit(self, codes: Codes) -> Quantised:
+        """The nearest codes that the format expresses, and a note where they are others."""
+
+    def write(self, layer: str, codes: Codes) -> dict[str, Tensor]:
+        """The tensors of a layer whose codes are fit."""
+
+    def config(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> dict[str, Any]:
         """quantization_config of a checkpoint with these layers."""
 
 
@@ -53,3 +68,105 @@ class QuantisedLayers(Mapping[str, Codes]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+def words(codes: UInt8[Tensor, "R C"], bits: int) -> Int32[Tensor, "R W"]:
+    """Rows of codes as 32-bit words without gaps, the lowest bits first; a code may lie across two words."""
+    stream = pack(codes, bits)
+    return torch.nn.functional.pad(stream, (0, -stream.shape[1] % 4)).view(torch.int32)
+
+
+def unwords(packed: Tensor, bits: int, columns: int) -> UInt8[Tensor, "R C"]:
+    """What `words` was given."""
+    stream = packed.contiguous().view(torch.uint8)
+    return unpack(stream[:, : -(-columns * bits // 8)], bits, columns)
+
+
+def float16(layer: str, scale: Tensor) -> Tensor:
+    """Scales as most formats store them. Refuses what float16 does not hold."""
+    half = scale.to(torch.float16)
+    if not bool(((half != 0) == (scale != 0)).all() and torch.isfinite(half).all()):
+        raise UserError(f"{layer} has a scale that float16 does not hold: write it with format=native")
+    return half
+
+
+def need(layer: str, shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Refuses a layer whose tensors are not those that are wanted."""
+    for part, shape in wanted.items():
+        found = shapes.get(f"{layer}.{part}")
+        if found is None:
+            raise UserError(f"{layer}.{part} is missing: the checkpoint is incomplete; download it again")
+        if found != shape:
+            raise UserError(
+                f"{layer}.{part} is {found}, but must be {shape} by quantization_config: the checkpoint is of another "
+                "format, or of two models; download it again"
+            )
+
+
+def owners(shapes: Mapping[str, Shape], main: str, others: Sequence[str]) -> list[str]:
+    """The layers that have a tensor `main`. Refuses one that has only others of a layer's tensors."""
+    parts = {name.rpartition(".")[::2] for name in shapes}
+    found = [layer for layer, part in parts if part == main]
+    if left := sorted(f"{layer}.{part}" for layer, part in parts if part in others and (layer, main) not in parts):
+        raise UserError(f"{left[0]} is there without its {main}: the checkpoint is incomplete; download it again")
+    return sorted(found)
+
+
+def refuse(form: Format, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raises where any layer has problems, all layers in one line, those of the same problem together."""
+    by_problem: dict[str, list[str]] = {}
+    for layer, each in problems.items():
+        for problem in each:
+            by_problem.setdefault(problem, []).append(layer)
+    if by_problem:
+        told = "; ".join(f"{problem}: {', '.join(layers)}" for problem, layers in by_problem.items())
+        raise UserError(f"format={form.title} does not hold these layers ({told}): choose otherwise, or format=native")
+
+
+def unlike(layers: Mapping[str, Scheme]) -> dict[str, list[str]]:
+    """By layer, in what it differs from most others, for a format that has one description for all."""
+    most = common(layers)
+    told = {}
+    for layer, scheme in layers.items():
+        mine = described(scheme)
+        told[layer] = [
+            f"{name}={value}, where most have {other}"
+            for name, value, other in zip(("bits", "group_size", "symmetric"), mine, most, strict=True)
+            if value != other and not (name == "group_size" and _whole(layers))
+        ]
+    return told
+
+
+def common(layers: Mapping[str, Scheme]) -> tuple[int, int, bool]:
+    """(bits, group size, whether symmetric) of most layers; a group size of −1 where all groups are whole rows."""
+    each = [described(scheme) for scheme in layers.values()]
+    bits, group, symmetric = (max(dict.fromkeys(values), key=values.count) for values in zip(*each, strict=True))
+    return bits, -1 if _whole(layers) else group, symmetric
+
+
+def described(scheme: Scheme) -> tuple[int, int, bool]:
+    return scheme.bits, scheme.group_size, scheme.symmetric
+
+
+def _whole(layers: Mapping[str, Scheme]) -> bool:
+    return all(scheme.group_size == scheme.shape[1] for scheme in layers.values())
+
+
+def misfits(scheme: Scheme, bits: Sequence[int], sizes: Sequence[int] | None = None) -> list[str]:
+    """What no format of integer zeros expresses of a layer, and bits and group sizes that this one does not."""
+    (_, K), group = scheme.shape, scheme.group_size
+    told = []
+    if scheme.shift:
+        told.append("they have float shifts, no integer zeros")
+    if scheme.bits not in bits:
+        told.append(f"bits={scheme.bits} is none of {', '.join(map(str, bits))}")
+    if K % group:
+        told.append(f"group_size={group} does not divide {K} columns")
+    elif sizes is not None and group != K and group not in sizes:
+        told.append(f"group_size={group} is none of -1, {', '.join(map(str, sizes))}")
+    return told
+
+
+def uneven(count: int, bits: int, what: str) -> list[str]:
+    """Whether codes do not fill whole 32-bit words."""
+    return [f"{count} {what} of {bits} bits do not fill 32-bit words"] if count * bits % 32 else []

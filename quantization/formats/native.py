@@ -2,13 +2,14 @@
 stream of bits, X.scale [N, G], one of X.zero uint8 [N, G] and X.shift [N, G], and X.groups int32 [K] where the columns
 are not grouped in order. quantization_config says of each layer its columns, bits and group size."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...errors import UserError
-from ..codes import Codes, pack, unpack
+from ..codes import Codes, Scheme, pack, unpack
+from ..quantiser import Quantised
 from .format import Shape
 
 VERSION = 1
@@ -16,6 +17,7 @@ VERSION = 1
 
 class Native:
     name: ClassVar[str] = "decodelab"
+    title: ClassVar[str] = "native"
 
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         if config.get("version") != VERSION:
@@ -49,23 +51,29 @@ class Native:
             **parts,
         )
 
+    def check(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> None:
+        pass
+
+    def fit(self, codes: Codes) -> Quantised:
+        return Quantised(codes)
+
     def write(self, layer: str, codes: Codes) -> dict[str, Tensor]:
-        parts = {f"{layer}.{name}": getattr(codes, name).contiguous() for name in _parts(codes)}
+        parts = {f"{layer}.{name}": getattr(codes, name).contiguous() for name in _parts(codes.scheme)}
         return {f"{layer}.codes": pack(codes.codes, codes.bits), **parts}
 
-    def config(self, layers: Mapping[str, Codes]) -> dict[str, Any]:
+    def config(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> dict[str, Any]:
         about = {
             layer: {
-                "columns": codes.shape[1],
-                "bits": codes.bits,
-                "group_size": codes.group_size,
-                "activation_bits": codes.activation_bits,
-                "parts": _parts(codes),
+                "columns": scheme.shape[1],
+                "bits": scheme.bits,
+                "group_size": scheme.group_size,
+                "activation_bits": scheme.activation_bits,
+                "parts": _parts(scheme),
             }
-            for layer, codes in layers.items()
+            for layer, scheme in layers.items()
         }
         return {"quant_method": self.name, "version": VERSION, "layers": about}
 
 
-def _parts(codes: Codes) -> list[str]:
-    return [name for name in ("scale", "zero", "shift", "groups") if getattr(codes, name) is not None]
+def _parts(scheme: Scheme) -> list[str]:
+    return ["scale", "shift" if scheme.shift else "zero", *(["groups"] if scheme.grouped else [])]
