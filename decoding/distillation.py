@@ -329,7 +329,12 @@ class TrainStudent:
         return self.student.check(target, self.schedule.longest)
 
     def learner(
-        self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None
+        self,
+        source: Source,
+        target: Decoder,
+        texts: Sequence[Text],
+        seed: int,
+        start: Mapping[str, Tensor] | None,
     ) -> "StudentLearner":
         return StudentLearner(Distillation(self.loss, target, self.student.build(source, seed, start)))
 

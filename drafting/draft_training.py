@@ -1,6 +1,6 @@
 """How a draft model is trained: a small model is distilled from the target (arXiv:2310.08461), judged as it drafts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from ..decoding.distillation import Distance, Distillation, Origin
 from ..decoding.law import LawSettings
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.source import Source
-from ..decoding.training import Schedule
+from ..decoding.training import Schedule, Text
 from ..errors import UserError
 from .draft_model import DraftModel, ModelDrafter
 
@@ -35,7 +35,14 @@ class TrainDraft:
         """The weights of `train.student.start`. Refuses a student that cannot be built."""
         return self.student.check(target, self.schedule.longest)
 
-    def learner(self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "DraftLearner":
+    def learner(
+        self,
+        source: Source,
+        target: Decoder,
+        texts: Sequence[Text],
+        seed: int,
+        start: Mapping[str, Tensor] | None,
+    ) -> "DraftLearner":
         objective = Distillation(self.loss, target, self.student.build(source, seed, start))
         return DraftLearner(objective, DraftModel(max_draft=self.max_draft), target.config.vocab)
 

@@ -24,7 +24,7 @@ from ..decoding.model.source import Source
 from ..decoding.noise import Noise
 from ..errors import UserError
 from ..kernels.verify_attention import causal_attention, verify_attention
-from .eagle_head import EagleHead, read_config, read_tensors
+from .eagle_head import EagleHead, read_config, read_tensors, unembedding_of
 from .trained import open_trained
 from .trees import TreeShape, Wanted, asked, file_of
 
@@ -86,7 +86,8 @@ class Eagle:
         target, trained = resources.target, open_trained(self.path, "eagle", FILES)
         config = read_config(trained, "the target", target.config.dim, target.config.vocab, target.config.layers)
         tensors = read_tensors(trained, config, target.dtype, target.device)
-        return EagleDrafter(self, EagleHead(config, tensors, target.embedding, target.unembedding), self.shape)
+        unembedding = unembedding_of(target.unembedding, tensors)
+        return EagleDrafter(self, EagleHead(config, tensors, target.embedding, unembedding), self.shape)
 
 
 def _gives(settings: Eagle, fixed: TreeShape | None) -> Gives:

@@ -15,10 +15,12 @@ from transformers import LlamaConfig
 
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Tap
+from ..decoding.model.reading import Product as Unembedding
 from ..decoding.model.source import Source
 from ..errors import UserError
 from ..kernels.linear import Linear
 from .trained import Trained
+from .vocabulary import narrowed
 
 _OURS = {  # what our note calls the fields of a config.json
     "heads": "num_attention_heads",
@@ -79,9 +81,8 @@ class HeadConfig:
         c = self.layer
         found: Shapes = {"embed_tokens.weight": (self.vocab, c.dim), "lm_head.weight": (c.vocab, c.dim)}
         found |= {n.replace(".weight", ".bias"): size[:1] for n, size in self.shapes().items() if len(size) == 2}
-        if self.fused:
-            return found | {"d2t": (c.vocab,), "t2d": (self.vocab,)}
-        return found | {f"{self.at}input_layernorm.weight": (c.dim,)}
+        found |= {"d2t": (c.vocab,)}
+        return found | ({"t2d": (self.vocab,)} if self.fused else {f"{self.at}input_layernorm.weight": (c.dim,)})
 
 
 def three_taps(layers: int) -> tuple[int, int, int]:
@@ -101,7 +102,7 @@ def read_config(trained: Trained, label: str, dim: int, vocab: int, layers: int)
     one of another target than `label`, which has the sizes `dim`, `vocab` and `layers`."""
     file = trained.file
     shapes = {_bare(name): size for name, size in trained.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-    fused = "d2t" in shapes or any(name.startswith("midlayer.") for name in shapes)
+    fused = not any(name.startswith("layers.0.") for name in shapes)
 
     def rows(name: str, least: int = 1) -> int:
         size = shapes.get(f"{name}.weight", ())
@@ -115,7 +116,7 @@ def read_config(trained: Trained, label: str, dim: int, vocab: int, layers: int)
         trained,
         hidden_size=rows("fc") if fused and own else dim,
         intermediate_size=rows(f"{at}mlp.gate_proj"),
-        vocab_size=rows("lm_head") if "lm_head.weight" in shapes else vocab,
+        vocab_size=rows("lm_head") if "lm_head.weight" in shapes else (*shapes.get("d2t", ()), vocab)[0],
         query=rows(f"{at}self_attn.q_proj", 2),
     )
     config = HeadConfig(layer, _taps(trained, layers) if fused else ("final",), dim, vocab)
@@ -198,6 +199,17 @@ def read_tensors(trained: Trained, config: HeadConfig, dtype: torch.dtype, devic
     return found
 
 
+def known_ids(tensors: Mapping[str, Tensor]) -> Int[Tensor, " V"] | None:
+    """The target's tokens that the head knows, in the order of its logits; None: all."""
+    offsets = tensors.get("d2t")
+    return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
+
+def unembedding_of(unembedding: Unembedding, tensors: Mapping[str, Tensor]) -> Product:
+    """What a head without an unembedding of its own has of the target's."""
+    return unembedding if "lm_head.weight" in tensors else narrowed(unembedding, known_ids(tensors))
+
+
 def dense(weight: Tensor, bias: Tensor | None = None) -> Product:
     """A product through which gradients reach its weight."""
     return partial(F.linear, weight=weight, bias=bias)
@@ -208,7 +220,7 @@ class EagleHead:
 
     `tensors`: by published names without "model.". `product` makes a product out of a weight and a bias: `Linear`
     packs the weight for decoding, `dense` leaves it as it is, for training. `embedding` [V, dim] and `unembedding` are
-    the target's, for a head without its own.
+    the target's, for a head without its own; the unembedding has the rows of the tokens that the head knows (d2t).
     """
 
     def __init__(
@@ -231,8 +243,8 @@ class EagleHead:
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         self.norms = {name: tensors.get(f"{at}{name}.weight") for name in norms} | {"norm": tensors.get("norm.weight")}
         self.inv_freq = torch.tensor(config.layer.inv_freq, device=self.embedding.device)
-        ids = torch.arange(config.layer.vocab, device=self.embedding.device)
-        self.ids = ids + tensors["d2t"] if "d2t" in tensors else ids  # the target's, of each token that is foretold
+        ids = known_ids(tensors)  # the target's, of each token that is foretold
+        self.ids = torch.arange(config.layer.vocab, device=self.embedding.device) if ids is None else ids
 
     def fuse(self, hidden: Sequence[Float[Tensor, "*T F"]]) -> Float[Tensor, "*T d"]:
         """Features from the target's hidden states, one for each tap."""

@@ -27,8 +27,19 @@ from ..decoding.model.storage import atomic_file
 from ..decoding.training import Loss, Schedule, Teacher, Text
 from ..errors import UserError
 from .eagle import FILES, Eagle, EagleDrafter
-from .eagle_head import EagleHead, HeadConfig, dense, note, read_config, read_tensors, three_taps
+from .eagle_head import (
+    EagleHead,
+    HeadConfig,
+    dense,
+    known_ids,
+    note,
+    read_config,
+    read_tensors,
+    three_taps,
+    unembedding_of,
+)
 from .trained import open_trained
+from .vocabulary import check_known, known, narrowed
 
 _DRAWN = 0.02  # the deviation of weights that begin by chance
 
@@ -39,7 +50,8 @@ class TrainEagle:
     foretold, the first time included; `decay`: the weight of each time against the one before. `noise`: the largest
     that is added to a hidden state, reached halfway (version 1); `states`: the weight of the loss on hidden states, of
     which 1 − `states` is that on tokens (version 1). `rows`: rows that a step learns from (None: all of its texts).
-    `mlp_dim`: None for the target's. `start`: a head to go on from."""
+    `mlp_dim`: None for the target's. `vocabulary`: how many tokens the head knows, the most frequent of the answers
+    (None: all). `start`: a head to go on from."""
 
     version: Literal[1, 3] = 1
     unrolled: int = 1
@@ -48,6 +60,7 @@ class TrainEagle:
     states: float = 0.9
     rows: int | None = 512
     mlp_dim: int | None = None
+    vocabulary: int | None = None
     start: str | None = None
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -64,7 +77,7 @@ class TrainEagle:
             raise UserError(f"train.noise must be 0 or more, got {self.noise}")
         if not 0 <= self.states < 1:
             raise UserError(f"train.states is a share, from 0 to below 1, got {self.states}")
-        for name in ("rows", "mlp_dim"):
+        for name in ("rows", "mlp_dim", "vocabulary"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"train.{name} must be at least 1, or null, got {value}")
 
@@ -77,17 +90,19 @@ class TrainEagle:
         trained.check_target(target)
         wanted = self.config(ModelConfig.from_hf(theirs))
         found = read_tensors(trained, config, torch.float32, torch.device("cpu"))
+        offsets = found.pop("d2t", None)
+        check_known(self.start, self.vocabulary, None if offsets is None else len(offsets))
         if config.taps != wanted.taps or {name: tuple(t.shape) for name, t in found.items()} != wanted.shapes():
             raise UserError(
                 f"train.start={self.start} is a head of EAGLE-{3 if config.fused else 1} of other sizes or with more "
                 f"tensors than train.version={self.version} train.mlp_dim={wanted.layer.mlp_dim} makes"
             )
-        return found
+        return found if offsets is None else found | {"d2t": offsets}
 
     def config(self, target: ModelConfig) -> HeadConfig:
         """A layer of the target's own sizes."""
         layer = LlamaConfig(
-            vocab_size=target.vocab,
+            vocab_size=self.vocabulary or target.vocab,
             hidden_size=target.dim,
             intermediate_size=self.mlp_dim or target.mlp_dim,
             num_hidden_layers=1,
@@ -100,11 +115,19 @@ class TrainEagle:
         taps: tuple[Tap, ...] = three_taps(target.layers) if self.version == 3 else ("final",)
         return HeadConfig(ModelConfig.from_hf(layer), taps, target.dim, target.vocab)
 
-    def learner(self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "EagleLearner":
+    def learner(
+        self,
+        source: Source,
+        target: Decoder,
+        texts: Sequence[Text],
+        seed: int,
+        start: Mapping[str, Tensor] | None,
+    ) -> "EagleLearner":
         config = self.config(target.config)
-        begun = first(config, seed) if start is None else {name: tensor.clone() for name, tensor in start.items()}
+        ids = known(self.vocabulary, texts, target.config.vocab, None if start is None else known_ids(start))
+        begun = first(config, seed) if start is None else {n: t.clone() for n, t in start.items() if n != "d2t"}
         parameters = {name: tensor.to(target.device).requires_grad_() for name, tensor in begun.items()}
-        return EagleLearner(EagleObjective(self, config, target, parameters), target)
+        return EagleLearner(EagleObjective(self, config, target, parameters, ids), target)
 
 
 def first(config: HeadConfig, seed: int) -> dict[str, Tensor]:
@@ -131,12 +154,20 @@ class EagleObjective:
     """The head as it learns, in float32, beside a frozen target."""
 
     def __init__(
-        self, settings: TrainEagle, config: HeadConfig, target: Decoder, parameters: Mapping[str, Tensor]
+        self,
+        settings: TrainEagle,
+        config: HeadConfig,
+        target: Decoder,
+        parameters: Mapping[str, Tensor],
+        ids: Int[Tensor, " V"] | None = None,
     ) -> None:
-        self.parameters, self.config = parameters, config
+        self.parameters, self.config, self.ids = parameters, config, ids
         self._settings, self._target = settings, target
         self._teacher = Teacher(target, tuple({*config.taps, "final"}))
-        self._unembedding = target.unembedding.dense()
+        self._unembedding = narrowed(target.unembedding, ids).dense()
+        self._known = torch.full((target.config.vocab,), ids is None)
+        if ids is not None:
+            self._known[ids.cpu()] = True
         self._head = EagleHead(config, parameters, target.embedding.float(), self._logits, dense)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -153,7 +184,9 @@ class EagleObjective:
         for b, (text, hidden) in enumerate(zip(texts, taught, strict=True)):
             n = len(text.tokens)
             tokens[b, : n - 1] = torch.tensor(text.tokens[1:])
-            learnt[b, max(0, text.first - 2) : n - 2] = True
+            said = torch.tensor(text.tokens[2:])  # rows of other tokens than are known have nothing to teach
+            learnt[b, : n - 2] = self._known[said]
+            learnt[b, : max(0, text.first - 2)] = False
             for tap, h in hidden.items():
                 states[tap][b, :n] = h.float()
         tokens, rows = tokens.to(device), _some(learnt, self._settings.rows, draws).to(device)
@@ -189,7 +222,8 @@ class EagleObjective:
             features = _later(out)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.parameters.items()}
+        found = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.parameters.items()}
+        return found if self.ids is None else found | {"d2t": self.ids - torch.arange(len(self.ids))}
 
 
 def _some(learnt: Tensor, most: int | None, draws: torch.Generator) -> Tensor:
@@ -234,7 +268,8 @@ class EagleLearner:
     def drafter(self, law: LawSettings) -> EagleDrafter:
         target = self.target
         tensors = self.objective.tensors(target.dtype)
-        return EagleDrafter(Eagle(), EagleHead(self.objective.config, tensors, target.embedding, target.unembedding))
+        unembedding = unembedding_of(target.unembedding, tensors)
+        return EagleDrafter(Eagle(), EagleHead(self.objective.config, tensors, target.embedding, unembedding))
 
     def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:
         layer, config = self.objective.config.layer, self.objective.config

@@ -1,8 +1,9 @@
 """Medusa (Cai et al. 2024, arXiv:2401.10774): heads on the target's last hidden state, and a static tree of candidates.
 
 Head i reads the hidden state from which the target chose the last token and says what comes i + 2 tokens behind that
-row: x + SiLU(W x + b), a residual block or several, then an unembedding, the head's own or the target's. The candidates
-of depth d are the likeliest tokens of head d, whatever precedes them: a tree says which combinations are tried.
+row: x + SiLU(W x + b), a residual block or several, then an unembedding: the head's own, the target's, or its rows
+of the tokens which heads of ours may know alone. The candidates of depth d are the likeliest tokens of head
+d, whatever precedes them: a tree says which combinations are tried.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,8 +25,10 @@ from ..errors import UserError
 from ..kernels.linear import Linear
 from .trained import Trained, open_trained
 from .trees import TreeShape, Wanted, asked, file_of, listed, optimal
+from .vocabulary import narrowed
 
 FILES = ("medusa.safetensors", "medusa_lm_head.safetensors")
+IDS = "ids"  # int64 [V]: the tokens that the heads know, of ours that do not know all
 NODES = 15  # with the root, 16 rows, which cost a CPU little more than one
 # Where nothing was measured: the chance that a head's candidate of rank r is right, falling with rank and depth.
 _GUESS = [[0.6 * 0.85**d * 0.35**r for r in range(10)] for d in range(8)]
@@ -81,16 +84,19 @@ class Medusa:
         trained = self.heads
         dim, vocab = target.config.hidden_size, target.config.vocab_size
         check_shapes(trained, target.label, dim, vocab)
-        if (width := self.shape.width) > vocab:
-            raise UserError(f"drafting.tree tries {width} tokens of a head, but the vocabulary has {vocab}")
+        known = trained.shapes.get(IDS, (vocab,))[0]
+        if (width := self.shape.width) > known:
+            raise UserError(f"drafting.tree tries {width} tokens of a head, but the heads know {known} in all")
         return trained.check_target(target)
 
     def build(self, resources: Resources) -> "MedusaDrafter":
         target = resources.target
         trained = self.heads
         check_shapes(trained, "the target", target.config.dim, target.config.vocab)
-        tensors = {name: t.to(device=target.device, dtype=target.dtype) for name, t in trained.tensors().items()}
-        trained.check_finite(tensors)
+        tensors = trained.tensors()
+        trained.check_finite({name: t.to(target.dtype) for name, t in tensors.items() if name != IDS})
+        if IDS in tensors:
+            check_ids(trained.file, tensors[IDS], target.config.vocab)
         heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)
         return MedusaDrafter(heads, self.shape)
 
@@ -123,12 +129,12 @@ def check_shapes(trained: Trained, label: str, dim: int, vocab: int) -> None:
             blocks += 1
         known[f"{i}.{blocks}.weight"] = (vocab, dim)
         own += f"{i}.{blocks}.weight" in sizes
-    if unknown := [name for name in sizes if name not in known]:
+    if unknown := [name for name in sizes if name not in known and not (name == IDS and not own)]:
         raise UserError(
             f"{file} holds {unknown[0]}, which has no place in Medusa's heads: one before it may be missing"
         )
     for name, size in sizes.items():
-        if size != known[name]:
+        if size != known.get(name, size):
             raise UserError(
                 f"{file}: {name} is {list(size)}, but must be {list(known[name])} with {label}'s hidden size of {dim} "
                 f"and its vocabulary of {vocab}: these heads belong to another model"
@@ -139,6 +145,12 @@ def check_shapes(trained: Trained, label: str, dim: int, vocab: int) -> None:
         )
 
 
+def check_ids(file: Path, ids: Tensor, vocab: int) -> None:
+    """Refuses a list of tokens that names one twice or none of the target's."""
+    if ids.dim() != 1 or len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise UserError(f"{file}: {IDS} must name different tokens from 0 to {vocab - 1}: train the heads again")
+
+
 def bare(name: str) -> str:
     """Of a tensor, without what a project puts before it."""
     return name.removeprefix("medusa_head.").removeprefix("heads.")
@@ -146,17 +158,21 @@ def bare(name: str) -> str:
 
 @dataclass(frozen=True)
 class MedusaHeads:
-    """`blocks[i][j]`: residual block j of head i; `unembeddings`: one a head, or one that all share."""
+    """`blocks[i][j]`: residual block j of head i; `unembeddings`: one a head, or one that all share; `ids`: of the
+    target's tokens, those that the logits are of (None: all)."""
 
     blocks: tuple[tuple[Linear, ...], ...]
     unembeddings: tuple[Product, ...]
+    ids: Int[Tensor, " V"] | None = None
 
     @staticmethod
     def read(
         tensors: Mapping[str, Tensor], unembedding: Product, dtype: torch.dtype, device: torch.device
     ) -> "MedusaHeads":
         """The published layout: `i.j.linear.weight` and `.bias` of residual block j of head i, and `i.J.weight` behind
-        the last of them, the head's own unembedding; without it the target's is shared."""
+        the last of them, the head's own unembedding; without it the target's is shared. Ours may have `ids`."""
+        ids = None if IDS not in tensors else tensors[IDS].to(device)
+        tensors = {name: tensor for name, tensor in tensors.items() if name != IDS}
         named = {bare(name): tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
         heads = 1 + max(int(name.split(".")[0]) for name in named)
         blocks, own = [], []
@@ -168,7 +184,7 @@ class MedusaHeads:
             if (weight := named.get(f"{i}.{len(layers)}.weight")) is not None:
                 own.append(Linear(weight))
         assert len(own) in (0, heads)
-        return MedusaHeads(tuple(blocks), tuple(own) or (unembedding,))
+        return MedusaHeads(tuple(blocks), tuple(own) or (narrowed(unembedding, ids),), ids)
 
     def __call__(self, hidden: Float[Tensor, "B dim"]) -> Float[Tensor, "H B V"]:
         states = []
@@ -214,7 +230,8 @@ class MedusaDrafter:
         if not asked:
             return drafts
         logits = self.heads(torch.stack([h for i in asked if (h := states[i].hidden) is not None]))
-        best = logits.topk(self.shape.width, -1).indices.tolist()
+        ranked = logits.topk(self.shape.width, -1).indices
+        best = (ranked if self.heads.ids is None else self.heads.ids[ranked]).tolist()
         for b, i in enumerate(asked):
             part = self.shape.cut(room[i].rows, room[i].depth)
             drafts[i] = tree([best[len(path) - 1][b][path[-1]] for path in part.paths], part.parents)

@@ -20,8 +20,9 @@ from ..decoding.model.source import Source
 from ..decoding.model.storage import atomic_file
 from ..decoding.training import Loss, Schedule, Teacher, Text
 from ..errors import UserError
-from .medusa import FILES, MedusaDrafter, MedusaHeads, bare, check_shapes, count_heads, guessed, note
+from .medusa import FILES, IDS, MedusaDrafter, MedusaHeads, bare, check_ids, check_shapes, count_heads, guessed, note
 from .trained import open_trained
+from .vocabulary import check_known, known, narrowed
 
 NONE = -100  # the label of a row behind which so many tokens do not stand
 
@@ -29,11 +30,12 @@ NONE = -100  # the label of a row behind which so many tokens do not stand
 @dataclass(frozen=True, slots=True)
 class TrainMedusa:
     """Settings. `heads`: how many, and `blocks` in each; `decay`: the weight of a head's loss against that of the one
-    before it; `rows`: rows that a step learns from, drawn from those of its texts (None: all); `start`: heads to go on
-    from."""
+    before it; `rows`: rows that a step learns from, drawn from those of its texts (None: all); `vocabulary`: how many
+    tokens the heads know, the most frequent of the answers (None: all); `start`: heads to go on from."""
 
     heads: int = 3
     blocks: int = 1
+    vocabulary: int | None = None
     decay: float = 0.8
     rows: int | None = 512
     start: str | None = None
@@ -58,25 +60,34 @@ class TrainMedusa:
         check_shapes(trained, target.label, target.config.hidden_size, target.config.vocab_size)
         trained.check_target(target)
         found = {bare(name): tensor for name, tensor in trained.tensors().items()}
-        both = ("weight", "bias")
-        if found.keys() != {f"{i}.{j}.linear.{n}" for i in range(self.heads) for j in range(self.blocks) for n in both}:
+        layers = [f"{i}.{j}.linear" for i in range(self.heads) for j in range(self.blocks)]
+        if found.keys() - {IDS} != {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}:
             raise UserError(
                 f"train.start={self.start} has {count_heads(trained)} heads, and not of train.heads={self.heads} "
                 f"train.blocks={self.blocks}, or has unembeddings of its own, which are not trained"
             )
+        if IDS in found:
+            check_ids(trained.file, found[IDS], target.config.vocab_size)
+        check_known(self.start, self.vocabulary, None if IDS not in found else len(found[IDS]))
         return found
 
     def learner(
-        self, source: Source, target: Decoder, seed: int, start: Mapping[str, Tensor] | None
+        self,
+        source: Source,
+        target: Decoder,
+        texts: Sequence[Text],
+        seed: int,
+        start: Mapping[str, Tensor] | None,
     ) -> "MedusaLearner":
         """`start`: heads to go on from, by the names of their file."""
+        ids = known(self.vocabulary, texts, target.config.vocab, None if start is None else start.get(IDS))
         dim, parameters = target.config.dim, dict[str, Tensor]()
         for i in range(self.heads):
             for j in range(self.blocks):
                 for name, size in ((f"{i}.{j}.linear.weight", (dim, dim)), (f"{i}.{j}.linear.bias", (dim,))):
                     begun = torch.zeros(size) if start is None else start[name].float()
                     parameters[name] = begun.to(target.device).requires_grad_()
-        return MedusaLearner(MedusaObjective(self, target, parameters), target)
+        return MedusaLearner(MedusaObjective(self, target, parameters, ids), target)
 
 
 class MedusaObjective:
@@ -84,11 +95,16 @@ class MedusaObjective:
 
     taps: ClassVar[tuple[Tap, ...]] = ("final",)
 
-    def __init__(self, settings: TrainMedusa, target: Decoder, parameters: Mapping[str, Tensor]) -> None:
-        self._settings, self._target = settings, target
+    def __init__(
+        self, settings: TrainMedusa, target: Decoder, parameters: Mapping[str, Tensor], ids: Tensor | None = None
+    ) -> None:
+        self._settings, self._target, self.ids = settings, target, ids
         self.parameters = parameters
         self._teacher = Teacher(target, self.taps)
-        self._unembedding = target.unembedding.dense()
+        self._unembedding = narrowed(target.unembedding, ids).dense()
+        self._number = torch.arange(target.config.vocab)  # of a token, among those that are known
+        if ids is not None:
+            self._number = torch.full_like(self._number, NONE).index_copy(0, ids.cpu(), torch.arange(len(ids)))
 
     def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss:
         hidden, labels = [], []
@@ -97,7 +113,8 @@ class MedusaObjective:
             # the first row that an answer's token was chosen from, and the last behind which two tokens stand
             rows = torch.arange(text.first - 1, len(tokens) - 2)
             behind = rows[:, None] + torch.arange(2, 2 + self._settings.heads)
-            labels.append(torch.where(behind < len(tokens), tokens[behind.clamp_max(len(tokens) - 1)], NONE))
+            said = self._number[tokens[behind.clamp_max(len(tokens) - 1)]]
+            labels.append(torch.where(behind < len(tokens), said, NONE))
             hidden.append(states["final"][rows])
         x, wanted = torch.cat(hidden).float(), torch.cat(labels).to(self._target.device)
         if self._settings.rows is not None and len(x) > self._settings.rows:
@@ -128,13 +145,17 @@ class MedusaLearner:
     target: Decoder
 
     def drafter(self, law: LawSettings) -> MedusaDrafter:
-        tensors = {name: tensor.detach() for name, tensor in self.objective.parameters.items()}
+        tensors = {name: tensor.detach() for name, tensor in self.objective.parameters.items()} | self._ids
         target = self.target
         heads = MedusaHeads.read(tensors, target.unembedding, target.dtype, target.device)
         return MedusaDrafter(heads, guessed(len(heads.blocks)))
 
+    @property
+    def _ids(self) -> dict[str, Tensor]:
+        return {} if self.objective.ids is None else {IDS: self.objective.ids}
+
     def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:
         tensors = {name: t.detach().to(self.target.dtype).contiguous() for name, t in self.objective.parameters.items()}
-        content = save(tensors, note(source, **about))
+        content = save(tensors | self._ids, note(source, **about))
         with atomic_file(folder / FILES[0], len(content)) as file:
             file.write(content)

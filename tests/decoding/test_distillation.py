@@ -33,7 +33,7 @@ def distilled(origin: Origin = CUT, distance: Distance = ALL_ROWS, **keys: Any) 
     settings = TrainStudent(origin, distance)
     source = keys.get("source", taught_source())
     start = settings.check(source)
-    return settings.learner(source, keys.get("target", taught()), 0, start).objective
+    return settings.learner(source, keys.get("target", taught()), (), 0, start).objective
 
 
 def learn(objective: Distillation, folder: Path, texts: int = 64, epochs: int = 6, **keys: Any) -> None:

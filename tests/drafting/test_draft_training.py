@@ -25,7 +25,7 @@ LAW = Greedy().law()
 def test_more_of_its_drafts_is_accepted(origin: Origin, divergence: str, tmp_path: Path):
     schedule = Schedule(epochs=6, batch=16, every=1000, learning_rate=0.02 if origin.config else 0.01)
     settings = TrainDraft(origin, Distance(divergence, rows=None), max_draft=3, schedule=schedule)
-    learner = settings.learner(taught_source(), taught(), 0, settings.check(taught_source()))
+    learner = settings.learner(taught_source(), taught(), (), 0, settings.check(taught_source()))
     begun = tokens_per_step(learner.drafter(LAW))
     train(
         learner.objective, said(64), schedule, seed=0, state=tmp_path / "state.safetensors", identity={},
@@ -41,7 +41,7 @@ def test_the_folder_drafts_as_the_student_did_and_says_whose_it_is(tmp_path: Pat
     source = open_source(ModelSpec(path=str(save_folder(tmp_path / "target", tiny_model()))))
     other = open_source(ModelSpec(path=str(save_folder(tmp_path / "other", tiny_model(num_hidden_layers=3)))))
     target = load_decoder(source, dtype=torch.float32)
-    learner = TrainDraft(Origin(keep=1)).learner(source, target, 0, None)
+    learner = TrainDraft(Origin(keep=1)).learner(source, target, (), 0, None)
     learner.save(tmp_path, source, {})
     settings = DraftModel(DraftSpec(path=str(tmp_path)))
     assert settings.check(source) == []

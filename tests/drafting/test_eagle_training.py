@@ -1,8 +1,11 @@
+from collections import Counter
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from decodelab.decoding.acceptance import Greedy
-from decodelab.decoding.draft import Opened, Room, Seen
+from decodelab.decoding.draft import Opened, Resources, Room, Seen
 from decodelab.decoding.noise import Noise
 from decodelab.decoding.training import Schedule, Score, Teacher, train
 from decodelab.drafting.eagle import Eagle, EagleDrafter
@@ -20,7 +23,7 @@ from decodelab.tests.taught import said, taught, taught_source, tokens_per_step
 def test_a_head_learns_what_comes_behind(keys, tmp_path):
     schedule = Schedule(epochs=6, batch=8, every=16, learning_rate=0.01)
     settings = TrainEagle(rows=None, schedule=schedule, **keys)
-    learner = settings.learner(taught_source(), taught(), 0, None)
+    learner = settings.learner(taught_source(), taught(), (), 0, None)
     begun = tokens_per_step(learner.drafter(Greedy().law()))
     course = train(
         learner.objective,
@@ -91,3 +94,44 @@ def test_what_is_wrong_is_said(keys, line, monkeypatch):
     unchecked(monkeypatch)
     with pytest.raises(UserError, match=f"^{line}$"):
         TrainEagle(**keys)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_that_knows_some_tokens_drafts_these_alone(version, tmp_path):
+    target, source = taught(), taught_source()
+    settings = TrainEagle(version=version, vocabulary=20, rows=None, mlp_dim=16)
+    learner = settings.learner(source, target, said(8), 0, None)
+    ids = learner.objective.ids
+    assert ids is not None
+    assert ids.tolist() == sorted(ids.tolist())
+    count = Counter(token for text in said(8) for token in text.tokens[text.first :])
+    assert min(count[t] for t in ids.tolist()) >= max(n for t, n in count.items() if t not in ids.tolist())
+    learner.save(tmp_path, source, {})
+    drafter = Eagle(path=str(tmp_path), nodes=8).build(Resources(target, source.tokenizer, Greedy().law(), None))
+    assert drafter.head.ids.tolist() == ids.tolist()
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    every = F.linear(drafter.head._norm("norm", hidden), target.unembedding.dense())
+    torch.testing.assert_close(drafter.head.logits(hidden), every[:, ids])
+    assert tokens_per_step(drafter) >= 1.0  # and exact
+    again = TrainEagle(version=version, vocabulary=20, mlp_dim=16, start=str(tmp_path))
+    assert again.learner(source, target, (), 0, again.check(source)).objective.ids.tolist() == ids.tolist()
+    with pytest.raises(UserError, match=r"train\.start=.* knows 20 tokens: take train\.vocabulary=20"):
+        TrainEagle(version=version, mlp_dim=16, start=str(tmp_path)).check(source)
+
+
+def test_rows_of_tokens_that_are_not_known_teach_nothing():
+    target, text = taught(), said(1)[0]
+    lost = text.tokens[text.first + 3]
+    settings = TrainEagle(version=3, vocabulary=60, rows=None)
+    start = settings.learner(taught_source(), target, (), 0, None).objective
+    ids = torch.tensor([t for t in range(61) if t != lost])
+    some = EagleObjective(settings, start.config, target, start.parameters, ids)
+    rows = [t for t in range(text.first - 2, len(text.tokens) - 2) if text.tokens[t + 2] != lost]
+    assert len(rows) < len(text.tokens) - text.first
+    (hidden,) = Teacher(target, (*start.config.taps, "final"))([text])
+    wanted = F.linear(hidden["final"][1:], target.unembedding.dense()[ids])
+    features = some._head.fuse([hidden[tap][None, :-1] for tap in start.config.taps])
+    (out,) = some.foretold(features, torch.tensor(text.tokens[1:])[None])
+    each = F.cross_entropy(some._head.logits(out[0]), wanted.softmax(-1), reduction="none")
+    loss = some.loss([text], 0.0, torch.Generator())
+    assert float(loss.value.detach()) == pytest.approx(float(each[rows].mean().detach()), rel=1e-4)

@@ -132,7 +132,7 @@ def test_a_tree_deeper_than_the_heads_is_refused(tmp_path):
     path = saved(tmp_path / "heads.safetensors", random_heads(3))
     with pytest.raises(UserError, match=r"drafting.tree is 5 deep, and there are 3 heads: a tree of at most 3"):
         Medusa(path, (1, 1, 1, 1, 1)).check(source())
-    with pytest.raises(UserError, match=r"drafting.tree tries 99 tokens of a head, but the vocabulary has 61"):
+    with pytest.raises(UserError, match=r"drafting.tree tries 99 tokens of a head, but the heads know 61 in all"):
         Medusa(path, (99,)).check(source())
 
 
