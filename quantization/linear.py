@@ -1,38 +1,132 @@
-"""A linear layer over quantised weights."""
+"""A linear layer over quantised weights: which product multiplies with them, by their codes, the dtype and the device.
+
+All of them give a row the same bits whatever rows stand beside it, where `implementation` says nothing else: greedy
+speculation over quantised weights emits what plain decoding over the same weights does.
+"""
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Int8, UInt8
 from torch import Tensor, nn
 
 from ..kernels.linear import Linear
+from ..kernels.matmul_w4 import cpu as w4
+from ..kernels.matmul_w8 import cpu as w8
+from ..kernels.matmul_w8 import rounded_rows
 from .codes import Codes
+
+_SLICE = 2048  # output rows of the weight that are dequantised at a time, for a prompt
+
+_Packed = w4.Packed | w8.Packed | w8.PackedRounded
 
 
 class QuantisedLinear(nn.Module):
-    """y = x Ŵᵀ + b. `dtype`: of x and y."""
+    """y = x Ŵᵀ + b. `dtype`: of x and y. Scales that a packed product takes in bfloat16 are rounded to it, which loses
+    nothing of our quantisers' and up to 2^-9 of others'; so are the shifts of a group, up to 2^-9 of them."""
 
     def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = codes.shape
-        self.codes, self.dtype, self.device = codes, dtype, codes.codes.device
-        self._product = Linear(codes.dequantise(dtype), bias)
+        self.dtype, self.device, self.bias = dtype, codes.codes.device, bias
+        self.bits, self.rounds = codes.bits, codes.activation_bits is not None
+        self.packed, self.order = _packed(codes, dtype)
+        self.whole = Linear(codes.dequantise(dtype), bias) if self.packed is None else None  # one of the two holds it
 
     @property
     def implementation(self) -> str:
-        return f"int{self.codes.bits} dequantised, {self._product.implementation}"
+        """The name of the product in use, for a run's record."""
+        about = f"int{self.bits}" + (" × int8" if self.rounds else "")
+        match self.packed:
+            case w4.Packed():
+                return f"{about} (int4pack, prefill dequantised)"
+            case w8.Packed():
+                return f"{about} (int8pack, prefill dequantised)"
+            case w8.PackedRounded():
+                return f"{about} (_int_mm)"
+        assert self.whole is not None
+        return f"{about} dequantised ({self.whole.implementation})"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weight read by one call."""
-        return self._product.nbytes
+        """Bytes of weight read by one call of a few rows."""
+        if self.whole is not None:
+            return self.whole.nbytes
+        assert self.packed is not None
+        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def forward(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
-        return self._product(x)
+    def forward(self, x: Float[Tensor, "T K"], prefill: bool = False) -> Float[Tensor, "T N"]:
+        """`prefill`: the rows are a prompt's, which may be summed in another order than others."""
+        if self.whole is not None:
+            return self.whole(_rounded(x) if self.rounds else x)
+        assert self.packed is not None
+        if self.order is not None:
+            x = x[:, self.order]
+        if prefill and not self.rounds:  # the products of few rows dequantise the weight again for every few of them
+            y = torch.cat([F.linear(x, self.packed.dense(self.dtype, *part)) for part in self._slices], 1)
+        else:
+            y = self.packed(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+    @property
+    def _slices(self) -> list[tuple[int, int]]:
+        return [(at, at + _SLICE) for at in range(0, self.out_features, _SLICE)]
 
     def dense(self) -> Float[Tensor, "N K"]:
-        return self.codes.dequantise(self.dtype)
+        """The weight that x is multiplied with, rounded once to `dtype`."""
+        if self.whole is not None:
+            return self.whole.dense()
+        assert self.packed is not None
+        weight = self.packed.dense(self.dtype)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+def _packed(codes: Codes, dtype: torch.dtype) -> tuple[_Packed | None, Int[Tensor, " K"] | None]:
+    """(what multiplies with the codes as they are, the order in which it takes the columns); None, None where nothing
+    does, and the weight is dequantised once for all."""
+    device, K = codes.codes.device, codes.shape[1]
+    if codes.activation_bits is not None:
+        weight = _integers(codes)
+        return (None if weight is None else w8.pack_rounded(weight, codes.scale[:, 0])), None
+    if codes.bits <= 4 and w4.can_pack(dtype, device) and (group := w4.group_of(codes.group_size, K)) is not None:
+        order = codes.column_groups.argsort(stable=True)
+        at = codes.column_groups[order].view(-1, group)
+        if bool((at == at[:, :1]).all()):
+            four, shift = _four_bits(codes)
+            ordered = bool((order[1:] > order[:-1]).all())
+            four = four if ordered else four[:, order]
+            packed = w4.pack(four, codes.scale[:, at[:, 0]], shift[:, at[:, 0]], group)
+            if packed is not None:
+                return packed, None if ordered else order
+    if w8.can_pack(dtype, device, K) and (weight := _integers(codes)) is not None:
+        return w8.pack(weight, codes.scale[:, 0]), None
+    return None, None
+
+
+def _four_bits(codes: Codes) -> tuple[UInt8[Tensor, "N K"], Float[Tensor, "N G"]]:
+    """(code, shift) of w = (code − 8) · scale + shift."""
+    scale = codes.scale.float()
+    if codes.zero is None:
+        assert codes.shift is not None
+        return codes.codes, codes.shift.float() + 8 * scale
+    moved = codes.codes.to(torch.int8) - codes.zero.to(torch.int8)[:, codes.column_groups] + 8
+    if int(moved.min()) >= 0 and int(moved.max()) <= 15:  # of fewer bits always: no shift is left to be rounded
+        return moved.to(torch.uint8), torch.zeros_like(scale)
+    return codes.codes, (8 - codes.zero.float()) * scale.bfloat16()  # by the scale as it will be: 0 stays nearly 0
+
+
+def _integers(codes: Codes) -> Int8[Tensor, "N K"] | None:
+    """code − zero, where a row has one scale and they fit."""
+    if codes.scale.shape[1] != 1 or codes.zero is None:
+        return None
+    whole = codes.codes.short() - codes.zero.short()
+    return whole.to(torch.int8) if int(whole.min()) >= -128 and int(whole.max()) <= 127 else None
+
+
+def _rounded(x: Float[Tensor, "T K"]) -> Float[Tensor, "T K"]:
+    values, scale = rounded_rows(x)
+    return (values * scale).to(x.dtype)
 
 
 class Beside(nn.Module):
@@ -40,21 +134,21 @@ class Beside(nn.Module):
 
     def __init__(self, parts: Sequence[Linear | QuantisedLinear]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.parts = tuple(parts)
         self.in_features = parts[0].in_features
         self.out_features = sum(part.out_features for part in parts)
         self.dtype, self.device = parts[0].dtype, parts[0].device
 
     @property
     def implementation(self) -> str:
-        return ", ".join(sorted({str(part.implementation) for part in self.parts}))
+        return ", ".join(sorted({part.implementation for part in self.parts}))
 
     @property
     def nbytes(self) -> int:
-        return sum(int(part.nbytes) for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
-    def forward(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
-        return torch.cat([part(x) for part in self.parts], -1)
+    def forward(self, x: Float[Tensor, "T K"], prefill: bool = False) -> Float[Tensor, "T N"]:
+        return torch.cat([part(x, prefill) for part in self.parts], -1)
 
     def dense(self) -> Float[Tensor, "N K"]:
         return torch.cat([part.dense() for part in self.parts])

@@ -1,8 +1,8 @@
 """The lean decoder: the Llama family over rows of many sequences, one fused product where others have three."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -60,14 +60,15 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "T dim"], cos: Tensor, sin: Tensor, cache: Cache, place: Placement
     ) -> Float[Tensor, "T dim"]:
+        prefill = all(part.causal for part in place.parts)
         normed = F.rms_norm(x, x.shape[1:], self.attention_norm, self.eps)
-        x = x + self.output(self._attend(normed, cos, sin, cache, place))
-        gate, up = self.gate_up(F.rms_norm(x, x.shape[1:], self.mlp_norm, self.eps)).chunk(2, -1)
-        return x + self.down(F.silu(gate).mul_(up))
+        x = x + self.output(self._attend(self.qkv(normed, prefill=prefill), cos, sin, cache, place), prefill=prefill)
+        gate, up = self.gate_up(F.rms_norm(x, x.shape[1:], self.mlp_norm, self.eps), prefill=prefill).chunk(2, -1)
+        return x + self.down(F.silu(gate).mul_(up), prefill=prefill)
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, place: Placement) -> Tensor:
-        T, H, D = x.shape[0], self.heads, self.head_dim
-        heads = self.qkv(x).view(T, -1, D)
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Cache, place: Placement) -> Tensor:
+        T, H, D = qkv.shape[0], self.heads, self.head_dim
+        heads = qkv.view(T, -1, D)
         qk = heads[:, : H + self.kv_heads] if self.owns else heads
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (D,), None, self.eps) * self.qk_norm[: qk.shape[1]]
@@ -148,7 +149,8 @@ class Decoder(nn.Module):
 
     @property
     def _products(self) -> list[Product]:
-        each = [product for b in self.blocks for product in (b.qkv, b.output, b.gate_up, b.down)]
+        blocks = cast(Iterable[Block], self.blocks)
+        each = [product for b in blocks for product in (b.qkv, b.output, b.gate_up, b.down)]
         return [*each, self.unembedding]
 
     @property

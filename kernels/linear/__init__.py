@@ -37,7 +37,8 @@ class Linear(nn.Module):
         extra = 0 if self.bias is None else self.bias.numel() * self.bias.element_size()
         return self.out_features * self.in_features * self.dtype.itemsize + extra
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
+    def forward(self, x: Tensor, prefill: bool = False) -> Tensor:  # [T, K] -> [T, N]
+        """`prefill`: the rows are a prompt's, which may be summed in another order; nothing here gains by that."""
         if self.packed is not None:
             return self.packed(x, self.bias)
         assert self.weight is not None

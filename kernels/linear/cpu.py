@@ -6,8 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Row counts at which a row must come out the same; more rows than this are prefill, which nobody compares.
-_PROBED_ROWS = (2, 5, 16, 48)
+from ..invariance import PROBED_ROWS, orders
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -51,12 +50,7 @@ def pack(weight: Tensor) -> Packed:
 
 @lru_cache(maxsize=1024)
 def _orders(N: int, K: int, dtype: torch.dtype, threads: int) -> tuple[bool, bool]:
-    """Whether a lone row is summed as two are, and two as any other number, in a product with a weight [N, K].
-
-    That depends on oneDNN's version and the processor, so it is observed, not assumed. In the products observed all
-    terms cancel and only the rounding of the sums is left, which no two orders share; of other products, the outputs
-    in bfloat16 would agree nearly always, whatever the order.
-    """
+    """Whether a lone row is summed as two are, and two as any other number, in a product with a weight [N, K]."""
     generator = torch.Generator().manual_seed(0)
     half = K // 2
     mirrored = torch.randperm(half, generator=generator)
@@ -67,7 +61,4 @@ def _orders(N: int, K: int, dtype: torch.dtype, threads: int) -> tuple[bool, boo
 
     few = cancelling(min(N, 256), -1)
     packed = torch.ops.mkldnn._reorder_linear_weight(few.repeat(-(-N // len(few)), 1)[:N].contiguous(), 8)
-    x = cancelling(max(_PROBED_ROWS), 1)
-    want = _product(x, packed, None)
-    alike = all(torch.equal(_product(x[:rows], packed, None), want[:rows]) for rows in _PROBED_ROWS)
-    return torch.equal(_product(x[:1], packed, None), want[:1]), alike
+    return orders(lambda x: _product(x, packed, None), cancelling(max(PROBED_ROWS), 1))
