@@ -131,7 +131,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
             progress=watch.step,
         )
         lessons = Lessons.of(answers, schedule.held_back, schedule.longest)
-        learner = settings.learner(source, target, texts, config.seed, start)
+        learner = settings.learner(source, target, lessons.texts, config.seed, start)
         judge = _judge(learner, lab, lessons, config.seed, folder, watch)
         identity = {
             "kind": settings.kind,
