@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from ..errors import UserError
 from .model.config import ModelConfig
-from .model.decoder import Decoder
+from .model.decoder import Decoder, Tap
 from .model.source import ModelSpec, Source, open_source
 from .model.storage import atomic_file, explained
 from .training import Loss, Schedule, Score, Teacher, Text
@@ -213,10 +213,12 @@ class Distillation:
     """The student as it learns, in float32, beside a frozen target. Where that is in bfloat16, the student's products
     are as well."""
 
+    taps: ClassVar[tuple[Tap, ...]] = ("final",)
+
     def __init__(self, distance: Distance, target: Decoder, student: "transformers.PreTrainedModel") -> None:
         self._distance, self._target = distance, target
         self.student = student.to(target.device)
-        self._teacher = Teacher(target, ("final",))
+        self._teacher = Teacher(target, self.taps)
         self._unembedding = target.unembedding.dense()
         self._vocab = min(target.config.vocab, student.config.vocab_size)  # the rest of the larger one is padding
 
