@@ -33,7 +33,8 @@ FILES = ("eagle.safetensors", "model.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """Settings. `path`: a folder or file of a head, ours or in the published layout, of EAGLE-1, -2 or -3.
+    """Settings. `path`: a folder or file of a head, ours or in the published layout, of EAGLE-1, -2 or -3; None: the
+    one that is shipped.
 
     The tree is chosen anew each step (EAGLE-2): behind each of the `topk` likeliest nodes of a level stand its `topk`
     likeliest followers, `depth` levels of them, and of all these the `nodes` likeliest are drafted, by the product of
@@ -57,8 +58,7 @@ class Eagle:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        head = () if self.path is None else open_trained(self.path, "eagle", FILES).files
-        return (*head, *file_of(self.tree))
+        return (*open_trained(self.path, "eagle", FILES).files, *file_of(self.tree))
 
     @property
     def shape(self) -> TreeShape | None:

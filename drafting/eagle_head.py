@@ -1,6 +1,5 @@
 """What a head of EAGLE computes, and the files that hold one: ours, and EAGLE-1, -2 and -3 as published."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from ..decoding.model.reading import Product as Unembedding
 from ..decoding.model.source import Source
 from ..errors import UserError
 from ..kernels.linear import Linear
-from .trained import Trained
+from .trained import Trained, note_of
 from .vocabulary import narrowed
 
 _OURS = {  # what our note calls the fields of a config.json
@@ -294,5 +293,4 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def note(target: Source, **about: Any) -> dict[str, str]:
     """The metadata of a file of ours. `about`: heads, kv_heads, max_positions, norm_eps, rope_theta; EAGLE-3's taps."""
-    said = {"kind": "eagle", "target": target.digest, "target_label": target.label, **about}
-    return {"decodelab": json.dumps(said)}
+    return note_of("eagle", target, about)

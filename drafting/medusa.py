@@ -6,7 +6,6 @@ of the tokens which heads of ours may know alone. The candidates of depth d are 
 d, whatever precedes them: a tree says which combinations are tried.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..decoding.model.source import Source
 from ..decoding.noise import Noise
 from ..errors import UserError
 from ..kernels.linear import Linear
-from .trained import Trained, open_trained
+from .trained import Trained, note_of, open_trained
 from .trees import TreeShape, Wanted, asked, file_of, listed, optimal
 from .vocabulary import narrowed
 
@@ -36,7 +35,7 @@ _GUESS = [[0.6 * 0.85**d * 0.35**r for r in range(10)] for d in range(8)]
 
 @dataclass(frozen=True, slots=True)
 class Medusa:
-    """Settings. `path`: a folder or file of heads, ours or in the published layout.
+    """Settings. `path`: a folder or file of heads, ours or in the published layout; None: those that are shipped.
 
     `tree`: a file of paths, `chain`, the widths of a cartesian tree ([4, 2, 1]), or its paths ([[0], [0, 1], [1]]);
     null: the one that the heads bring, else a guess of 15 nodes.
@@ -53,8 +52,7 @@ class Medusa:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        heads = () if self.path is None else self.heads.files
-        return (*heads, *file_of(self.tree))
+        return (*self.heads.files, *file_of(self.tree))
 
     @property
     def shape(self) -> TreeShape:
@@ -75,8 +73,6 @@ class Medusa:
 
     @property
     def gives(self) -> Gives:
-        if self.path is None:  # nothing is proposed; `check` says what is missing
-            return Gives("chain", 0, 0)
         found = self.shape
         return Gives("tree" if found.width > 1 else "chain", len(found), found.depth)
 
@@ -252,4 +248,4 @@ class MedusaDrafter:
 
 def note(target: Source, **about: Any) -> dict[str, str]:
     """The metadata of a file of heads."""
-    return {"decodelab": json.dumps({"kind": "medusa", "target": target.digest, "target_label": target.label, **about})}
+    return note_of("medusa", target, about)

@@ -15,6 +15,7 @@ from ..errors import UserError
 
 NOTE = "decodelab"  # the key of our note in a file's metadata
 CONFIG = "config.json"
+SHIPPED = Path(__file__).parent / "heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +45,42 @@ class Trained:
             raise UserError(f"{self.file}: {wrong[0]} is not finite in {dtype}: corrupt, or too large for it")
 
     def check_target(self, target: Source) -> list[str]:
-        """Refuses a part of another target; warns where nobody noted whose it is."""
+        """Refuses a part of another target; warns where nobody noted whose it is, and where the weights that it was
+        trained for and the target's are quantised copies of the same, or one of the other."""
         if (digest := self.about.get("target")) is None:
             return [f"{self.file} does not say which model it belongs to: with another one its drafts are worthless"]
-        if digest != target.digest:
-            told = self.about.get("target_label", "another model")
+        if digest == target.digest:
+            return []
+        told = self.about.get("target_label", "another model")
+        theirs = {digest, self.about.get("origin")} - {None}
+        if theirs & {target.digest, target.origin}:
+            return [
+                f"{self.file} was trained for {told}, and {target.label} has the same weights quantised otherwise: its "
+                "drafts may be accepted less often"
+            ]
+        if self.file.parent == SHIPPED:
             raise UserError(
-                f"{self.file} was trained for {told} (weights {str(digest)[:12]}), not for {target.label} "
-                f"({target.digest[:12]}): train one for it, or name its own model"
+                f"drafting.path is not set, and what is shipped was trained for {told}, not for {target.label}: train "
+                f"one (decodelab train train={self.about['kind']} model=…), or name it with drafting.path="
             )
-        return []
+        raise UserError(
+            f"{self.file} was trained for {told} (weights {str(digest)[:12]}), not for {target.label} "
+            f"({target.digest[:12]}): train one for it, or name its own model"
+        )
+
+
+def note_of(kind: str, target: Source, about: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a file of ours."""
+    whose = {"target": target.digest, "target_label": target.label}
+    if target.origin is not None:
+        whose["origin"] = target.origin
+    return {NOTE: json.dumps({"kind": kind, **whose, **about})}
 
 
 def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained:
-    """A file, or a folder with one of `names` in it. Reads the header alone; pickled files are never read."""
-    if path is None:
-        raise UserError(f"drafting={kind} has no weights: name a folder or a safetensors file with drafting.path=")
-    where = Path(path).expanduser()
+    """A file, or a folder with one of `names` in it; None: what is shipped, for the default model. Reads the header
+    alone; pickled files are never read."""
+    where = SHIPPED if path is None else Path(path).expanduser()
     file = where
     if where.is_dir():
         found = [where / name for name in names if (where / name).is_file()]
