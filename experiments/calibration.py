@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,69 +16,123 @@ from .items import Row, read_item
 from .tasks import read_file, read_rows, read_template
 
 _ANSWERS = ("response", "solution", "answer", "canonical_solution", "code", "target")  # what may follow a prompt
+_AT = "quantization.calibration"
+OWN = "chat"  # as a template: the tokenizer's own
+Piece = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What the model reads of a row, and the row's own texts, as they are in the file."""
+
+    name: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`digest`: of the tokens, and so of everything that they come from; `tokens`: how many there are in all."""
+    """`digest`: of the tokens, and so of everything that they come from; `tokens`: how many there are in all; `read`:
+    the rows that are among them in part at least."""
 
-    pieces: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece, ...]
     digest: str
+    read: tuple[Read, ...]
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.pieces))
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Texts one behind the other, with an end of text between them. `starts`: where each begins."""
+
+    tokens: list[int]
+    read: list[Read]
+    starts: list[int]
+
+    def pieces(self, length: int) -> dict[int, Piece]:
+        """By where they begin; what is left at the end is none."""
+        return {at: tuple(self.tokens[at : at + length]) for at in range(0, len(self.tokens) - length + 1, length)}
+
+    def rows_of(self, start: int, stop: int) -> Iterator[Read]:
+        ends = [*self.starts[1:], len(self.tokens)]
+        for read, first, end in zip(self.read, self.starts, ends, strict=True):
+            if first < stop and end > start:
+                yield read
+
+
 def load_calibration(settings: Calibration, kind: str, tokenizer: PreTrainedTokenizerBase, context: int) -> Pieces:
-    """Texts one behind the other with an end of text between them, cut into pieces of `length`, of which `tokens` are
-    drawn by `seed`. Refuses a file with less."""
-    at = "quantization.calibration"
+    """Pieces of `length`, of which `tokens` are drawn by `seed`. Refuses a file with less."""
     if settings.path is None:
-        raise UserError(f"quantization={kind} reads a text to calibrate on: name it with {at}.path=FILE.jsonl")
+        raise UserError(f"quantization={kind} reads a text to calibrate on: name it with {_AT}.path=FILE.jsonl")
+    return draw(settings, tokenizer, context, ())
+
+
+def draw(settings: Calibration, tokenizer: PreTrainedTokenizerBase, context: int, without: Collection[Piece]) -> Pieces:
+    """None of the pieces `without` is drawn."""
     if settings.length > context:
-        raise UserError(f"{at}.length={settings.length} is more than the model's context of {context}")
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    stream: list[int] = []
-    for text in texts(settings, tokenizer):
-        stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
-    pieces = [tuple(stream[i : i + settings.length]) for i in range(0, len(stream), settings.length)]
-    pieces = [piece for piece in pieces if len(piece) == settings.length]
+        raise UserError(f"{_AT}.length={settings.length} is more than the model's context of {context}")
+    stream = _stream(settings, tokenizer)
+    pieces = {at: piece for at, piece in stream.pieces(settings.length).items() if piece not in without}
     wanted = settings.tokens // settings.length
     if len(pieces) < wanted:
+        beside = f" beside the {len(without)} that are calibrated on" if without else ""
         raise UserError(
-            f"{at}.path={settings.path!r} has {len(stream)} tokens, which are {len(pieces)} pieces of {at}.length="
-            f"{settings.length}, and {at}.tokens={settings.tokens} are asked for: give more text, or ask for less"
+            f"{_AT}.path={settings.path!r} has {len(stream.tokens)} tokens, which are {len(pieces)} pieces of "
+            f"{_AT}.length={settings.length}{beside}, and {settings.tokens} tokens are asked for: give more text, or "
+            "ask for less"
         )
-    drawn = tuple(random.Random(settings.seed).sample(pieces, wanted))
-    return Pieces(drawn, hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16])
+    places = random.Random(settings.seed).sample(sorted(pieces), wanted)
+    drawn = tuple(pieces[at] for at in places)
+    if Path(settings.path or "").suffix == ".jsonl":
+        read = dict.fromkeys(row for at in places for row in stream.rows_of(at, at + settings.length))
+    else:  # one long text, of which the rest was not read
+        name = Path(settings.path or "").name
+        read = dict.fromkeys(Read(f"{name}, token {at}", (str(tokenizer.decode(pieces[at])),)) for at in places)
+    return Pieces(drawn, hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16], tuple(read))
 
 
-def texts(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _stream(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> _Stream:
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    stream = _Stream([], [], [])
+    for read, text in _texts(settings, tokenizer):
+        stream.starts.append(len(stream.tokens))
+        stream.read.append(read)
+        stream.tokens.extend([*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end])
+    return stream
+
+
+def _texts(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Read, str]]:
     """A row's prompt and what follows it; with a template, as a conversation."""
     path = Path(settings.path or "").expanduser()
     if path.suffix != ".jsonl":
-        yield read_file(path, "quantization.calibration.path").decode("utf-8", "replace")
+        yield Read(path.name, ()), read_file(path, f"{_AT}.path").decode("utf-8", "replace")
         return
-    template = read_template(settings.template, "quantization.calibration.template")
-    for number, row in enumerate(read_rows(path, "quantization.calibration.path")):
-        yield _text(row, f"{path.stem}/{number}", template, tokenizer)
+    template = _template(settings, tokenizer)
+    for number, row in enumerate(read_rows(path, f"{_AT}.path")):
+        messages = _messages(row, f"{path.stem}/{number}")
+        parts = tuple(str(message["content"]) for message in messages)
+        if template is None:
+            text = "\n".join(parts)
+        else:
+            text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        yield Read(row.where, parts), text
 
 
-def _text(row: Row, name: str, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
-    messages: list[dict[str, Any]]
+def _template(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    if settings.template != OWN:
+        return read_template(settings.template, f"{_AT}.template")
+    if not isinstance(tokenizer.chat_template, str):
+        raise UserError(f"{_AT}.template={OWN} is the tokenizer's own, and it has none: name a file with one, or null")
+    return tokenizer.chat_template
+
+
+def _messages(row: Row, name: str) -> Sequence[dict[str, Any]]:
     if row.has("messages"):
-        messages = [dict(message) for message in row.entries("messages")]
-    else:
-        item = read_item(row, name, "")
-        messages = [message._asdict() for message in item.opening]
-        answer = next((row.fields[key] for key in _ANSWERS if isinstance(row.fields.get(key), str)), None)
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
-    if template is not None:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    return _joined([str(message["content"]) for message in messages])
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return "\n".join(parts)
+        return [dict(message) for message in row.entries("messages")]
+    messages: list[dict[str, Any]] = [message._asdict() for message in read_item(row, name, "").opening]
+    answer = next((row.fields[key] for key in _ANSWERS if isinstance(row.fields.get(key), str)), None)
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    return messages

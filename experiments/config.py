@@ -35,6 +35,28 @@ class LayerSearch:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizeJob:
+    """`least`: share of the weights in the model's blocks that must come to be quantised. Of overrides=auto: `budget`,
+    bits a weight, or bytes if it is above 32 (None: what one bit more for all layers takes); `parts`: the blocks are
+    tried in so many parts; `tokens` of text that the calibration does not read, from `path` (None: its own)."""
+
+    least: float = 0.9
+    budget: float | None = None
+    parts: int = 5
+    tokens: int = 2048
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1:
+            raise UserError(f"quantize.least must be between 0 and 1, got {self.least}")
+        if self.budget is not None and self.budget <= 0:
+            raise UserError(f"quantize.budget must be above 0, got {self.budget}")
+        for name in ("parts", "tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"quantize.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """Parts are built, weights are not loaded. `resolved` is the whole configuration as plain data, for the record."""
 
@@ -66,6 +88,7 @@ class RunConfig:
     sweep: Any = None  # whoever composes has multiplied it out
     search: SearchSettings | None = None
     layers: LayerSearch = field(default_factory=LayerSearch)
+    quantize: QuantizeJob = field(default_factory=QuantizeJob)
     train: Trains | None = None
     trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)

@@ -11,11 +11,13 @@ import torch
 
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
+from ..quantization.formats import NATIVE
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .lab import Progress, draft_digest
+from .overlap import Marks, Overlap
 from .quality.evaluate import quality_digest
-from .quantise import REPORT, Quantising, copy_of, planned
+from .quantise import READ, REPORT, Quantising, copy_of, planned
 from .replay import Recording, open_recording
 from .result import run_key
 from .tasks import Task, load_task
@@ -52,7 +54,21 @@ class Identity:
         if not file.is_file():
             return None
         known = json.loads(file.read_text(encoding="utf-8"))
-        return {key: known.get(key) for key in ("kind", "settings", "calibration", "source")}
+        return {key: known.get(key) for key in ("kind", "settings", "calibration", "source", "warnings")}
+
+    @property
+    def calibrated(self) -> tuple[Marks, Overlap] | None:
+        """What the quantised weights that are decoded, or will be, were calibrated on; and what to do where they are
+        judged by it."""
+        made = self.quantising
+        if made is not None:
+            read = made.settings.calibration
+            return None if read is None or made.pieces is None else (Marks.of_pieces(made.pieces), read.overlap)
+        file = Path(self.resolved["model"]["path"] or "").expanduser() / READ
+        if not file.is_file():
+            return None
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return Marks(known["marks"]), known["overlap"]
 
 
 def identify(
@@ -73,6 +89,8 @@ def identify(
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task) if speed else None
     source = opened(config.model)
+    if config.format != NATIVE.title:
+        raise UserError(f"format={config.format} is of the job quantize, whose folder is then named as model.path")
     quantising = planned(config, source, dtype)
     digests = {
         "weights": source.digest,

@@ -3,14 +3,15 @@ made block by block, so that what was broken off goes on where it was."""
 
 import hashlib
 import json
-from collections import Counter
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+import yaml  # type: ignore[import-untyped]  # comes with transformers
 from safetensors.torch import save
 from torch import Tensor
 
@@ -21,27 +22,32 @@ from ..decoding.model.storage import atomic_file, cache_dir
 from ..decoding.model.weights import open_safetensors
 from ..errors import UserError
 from ..quantization.codes import Scheme
-from ..quantization.formats import NATIVE, WRITTEN, Format
+from ..quantization.dequantised import most_common, stored_grid
+from ..quantization.formats import WRITTEN, Format
 from ..quantization.none import AsStored
-from ..quantization.quantiser import Quantiser, check_overrides, settings_of
+from ..quantization.quantiser import Quantiser, check_overrides, deciding, settings_of
 from ..quantization.sequential import Report, quantise
 from .calibration import Pieces, load_calibration
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .files import make_folder, write_atomic
+from .hardware import peak_memory_bytes
 from .lab import Progress
+from .overlap import Marks
 from .progress import Watch
-from .table import columns
 
 INDEX = "model.safetensors.index.json"
 STATE = "quantising.json"  # of a folder that is not whole yet
 REPORT = "quantization.json"
+READ = "calibration.json"  # marks of the rows that were calibrated on
+AUTO = "auto"
 VERSION = 1  # of what the quantisers compute: a new number makes copies in the cache unused
 
 
 @dataclass(frozen=True)
 class Quantising:
-    """What is to be quantised, known before any weight is read. `key`: of everything that the result depends on."""
+    """What is to be quantised, known before any weight is read. `key`: of everything that the result depends on;
+    `skipped`: the layers of the blocks that stay as they are, and why."""
 
     source: Source
     settings: Quantiser
@@ -50,7 +56,18 @@ class Quantising:
     dtype: torch.dtype
     form: Format
     key: str
+    skipped: Mapping[str, str]
     warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rest = f", {len(self.skipped)} left as they are" if self.skipped else ""
+        read = "" if self.pieces is None else f", calibrated on {self.pieces.tokens:,} tokens"
+        return f"{self.label}: {len(self.layers) - len(self.skipped)} layers quantised{rest}{read}"
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Of the layers' codes, as far as they are known."""
+        return _schemes(self.layers, layer_shapes(ModelConfig.from_hf(self.source.config)))
 
     @property
     def label(self) -> str:
@@ -71,8 +88,11 @@ def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) -> Quantising:
-    """Refuses, before anything is read, what cannot be quantised so."""
+def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format, least: float = 0.0) -> Quantising:
+    """Refuses, before anything is read, what cannot be quantised so, and what leaves more than 1 − `least` of the
+    blocks' weights as they are (executorch#22044)."""
+    settings = _with_overrides(settings)
+    assert isinstance(settings.overrides, Mapping)
     if source.codes:
         raise UserError(f"{source.label} is quantised already: quantise the model that it was made from")
     model = ModelConfig.from_hf(source.config)
@@ -81,6 +101,13 @@ def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) 
     layers: dict[str, Quantiser | None] = {name: settings_of(settings, name) for name in shapes}
     if not any(layers.values()):
         raise UserError("quantization.overrides leave no layer to quantise")
+    left = {name: f"overrides: {deciding(settings.overrides, name)}" for name, q in layers.items() if q is None}
+    share = 1 - sum(prod(shapes[name]) for name in left) / sum(map(prod, shapes.values()))
+    if share < least:
+        raise UserError(
+            f"{share:.1%} of the weights in the blocks would be quantised, and quantize.least={least} is the least: "
+            f"{len(left)} of {len(layers)} layers stay ({next(iter(left.values()))}); change the overrides, or that key"
+        )
     warnings = []
     for each in dict.fromkeys(str(q) for q in layers.values() if q is not None):
         of = {name: q for name, q in layers.items() if str(q) == each}
@@ -89,7 +116,7 @@ def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) 
         warnings += one.check({name: shapes[name] for name in of})
     calibration = settings.calibration
     pieces = None
-    form.check({name: q.scheme(shapes[name]) for name, q in layers.items() if q is not None}, skipped(layers))
+    form.check(_schemes(layers, shapes), _untouched(layers))
     if calibration is not None:
         pieces = load_calibration(calibration, settings.kind, source.tokenizer, model.max_positions)
     about = {
@@ -102,10 +129,31 @@ def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format) 
         "format": form.title,
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    return Quantising(source, settings, layers, pieces, dtype, form, key, tuple(warnings))
+    return Quantising(source, settings, layers, pieces, dtype, form, key, left, tuple(warnings))
 
 
-def skipped(layers: Mapping[str, Quantiser | None]) -> list[str]:
+def _with_overrides(settings: Quantiser) -> Quantiser:
+    """Those of a file are read."""
+    given = settings.overrides
+    if not isinstance(given, str):
+        return settings
+    if given == AUTO:
+        raise UserError("quantization.overrides=auto is of the job quantize, which finds them: name the file it writes")
+    try:
+        found = yaml.safe_load(Path(given).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        told = " ".join(str(error).split())[:200]
+        raise UserError(f"quantization.overrides={given} cannot be read ({told}): name a YAML file, or auto") from None
+    if not isinstance(found, Mapping):
+        raise UserError(f"{given} must hold layers' patterns with their keys, and holds {str(found)[:60]!r}")
+    return replace(settings, overrides=dict(found))  # type: ignore[type-var]
+
+
+def _schemes(layers: Mapping[str, Quantiser | None], shapes: Mapping[str, tuple[int, int]]) -> dict[str, Scheme]:
+    return {name: q.scheme(shapes[name]) for name, q in layers.items() if q is not None}
+
+
+def _untouched(layers: Mapping[str, Quantiser | None]) -> list[str]:
     """All linear layers that stay as they are."""
     return [*(name for name, q in layers.items() if q is None), "lm_head"]
 
@@ -119,7 +167,12 @@ def copy_of(plan: Quantising, progress: Progress | None = None) -> ModelSpec:
 
 
 def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> list[Report]:
-    """The folder of a quantised model: a safetensors file a block, and one for the rest; the index comes last."""
+    """The folder of a quantised model: a safetensors file a block, and one for the rest; the index comes last.
+
+    Memory holds one block in float32, twice while it runs with dequantised weights, the text's hidden states
+    (tokens × dim × 4 bytes) and what `Inputs` has of a layer's input (K × K × 4 bytes); not the model, whose tensors
+    are read block by block, but for the pages of its file that the system keeps."""
+    began = time.monotonic()
     make_folder(folder)
     _begin(folder, plan)
     source, model = plan.source, ModelConfig.from_hf(plan.source.config)
@@ -128,6 +181,7 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
     reports: list[Report] = []
     index: dict[str, str] = {}
     schemes: dict[str, Scheme] = {}
+    resumed = 0
     for layer in range(model.layers):
         if progress is not None:
             progress("quantising", layer, model.layers)
@@ -135,6 +189,7 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
         file = folder / name
         block = CalibratedBlock(model, layer, tensors, text)
         done = _read_block(file, block, plan) if file.is_file() else None
+        resumed += done is not None
         if done is None:
             done = list(quantise(block, {n: plan.layers[n] for stage in block.stages for n in stage.names}))
             _write_block(file, block, [_fitted(block, report, plan) for report in done], plan)
@@ -150,8 +205,27 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
         rest.pop("lm_head.weight", None)
     _write(folder / "rest.safetensors", rest, {})
     index |= dict.fromkeys(rest, "rest.safetensors")
-    _finish(folder, plan, schemes, reports, index)
+    device = text[0].hidden.device if text else torch.device("cpu")
+    made = {"seconds": time.monotonic() - began, "peak_bytes": peak_memory_bytes(device), "resumed": resumed}
+    _finish(folder, plan, schemes, reports, index, made | {"warnings": [*plan.warnings, *_of_source(plan, tensors)]})
     return reports
+
+
+def _of_source(plan: Quantising, tensors: Mapping[str, Tensor]) -> list[str]:
+    """A warning where the weights were quantised before: settings that suit their grid then lose nothing."""
+    last = max(int(name.split(".")[2]) for name in plan.layers)
+    looked = [name for name in plan.layers if int(name.split(".")[2]) in (0, last // 2, last)]
+    grid, n = most_common(stored_grid(tensors[f"{name}.weight"]) for name in looked)
+    if grid is None:
+        return []
+    bits, size = grid.bits, grid.group_size
+    told = (
+        f"{plan.source.label} is itself dequantised: {n} of {len(looked)} layers looked at lie on grids of {bits} bits "
+        f"in groups of {size}, which {bits} bits with a float shift (hqq, gguf) reproduce with next to no error"
+    )
+    if any(scheme.group_size <= size and scheme.bits >= bits for scheme in plan.schemes.values()):
+        told += "; these settings are as fine, so that what they lose says little of the method: choose wider groups"
+    return [told]
 
 
 def _text(plan: Quantising, tensors: Mapping[str, Tensor]) -> list[Passage]:
@@ -207,6 +281,7 @@ def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Re
     with open_safetensors(file) as stored:
         note = json.loads(stored.metadata()["decodelab-quantised"])
         shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        block.codes.clear()  # in the order of the file
         for layer in plan.form.layers(shapes, note["config"]):
             block.codes[layer] = plan.form.read(layer, stored.get_tensor, note["config"])
         for name in block.tensors:
@@ -217,11 +292,16 @@ def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Re
 
 
 def _finish(
-    folder: Path, plan: Quantising, schemes: Mapping[str, Scheme], reports: Sequence[Report], index: Mapping[str, str]
+    folder: Path,
+    plan: Quantising,
+    schemes: Mapping[str, Scheme],
+    reports: Sequence[Report],
+    index: Mapping[str, str],
+    made: Mapping[str, Any],
 ) -> None:
-    source = plan.source
+    source, shapes = plan.source, layer_shapes(ModelConfig.from_hf(plan.source.config))
     config = source.config.to_dict() | {"dtype": str(plan.dtype).removeprefix("torch.")}
-    about = plan.form.config(schemes, skipped(plan.layers))
+    about = plan.form.config(schemes, _untouched(plan.layers))
     config["quantization_config"] = about | {"origin": source.digest, "kind": plan.settings.kind}
     write_atomic(folder / "config.json", json.dumps(config, indent=1, default=str) + "\n")
     write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": list(source.eos_ids)}) + "\n")
@@ -230,10 +310,16 @@ def _finish(
         "source": {"label": source.label, "digest": source.digest},
         "settings": asdict(plan.settings),  # type: ignore[call-overload]
         "kind": plan.settings.kind,
-        "calibration": None if plan.pieces is None else {"digest": plan.pieces.digest, "tokens": plan.pieces.tokens},
+        "calibration": _calibration(plan),
         "layers": [asdict(report) for report in reports],
-        "skipped": [name for name, q in plan.layers.items() if q is None],
+        "skipped": dict(plan.skipped),
+        "share": sum(prod(shapes[report.name]) for report in reports) / sum(map(prod, shapes.values())),
+        **made,
     }
+    if plan.pieces is not None:
+        assert plan.settings.calibration is not None
+        marks = {"overlap": plan.settings.calibration.overlap, "marks": Marks.of_pieces(plan.pieces).rows}
+        write_atomic(folder / READ, json.dumps(marks) + "\n")
     write_atomic(folder / REPORT, json.dumps(record, indent=1) + "\n")
     size = sum((folder / name).stat().st_size for name in set(index.values()))
     content = {"metadata": {"total_size": size}, "weight_map": dict(index)}
@@ -241,15 +327,28 @@ def _finish(
     (folder / STATE).unlink()
 
 
+def _calibration(plan: Quantising) -> dict[str, Any] | None:
+    """Of the record."""
+    if plan.pieces is None:
+        return None
+    assert plan.settings.calibration is not None
+    known = {"digest": plan.pieces.digest, "tokens": plan.pieces.tokens, "rows": len(plan.pieces.read)}
+    return asdict(plan.settings.calibration) | known
+
+
 def planned(config: RunConfig, source: Source, dtype: torch.dtype) -> Quantising | None:
-    """Of a run; None where its model is decoded as it is stored."""
-    if config.format != NATIVE.title:
-        raise UserError(
-            f"format={config.format} is of the job quantize: leave it out, and name its folder as model.path"
-        )
+    """None where the model is decoded as it is stored."""
+    form = written_format(config.format)
     if isinstance(config.quantization, AsStored):
         return None
-    return plan(config.quantization, source, dtype, NATIVE)
+    return plan(config.quantization, source, dtype, form, config.quantize.least)
+
+
+def target_of(config: RunConfig, dtype: torch.dtype, progress: Progress | None = None) -> Source:
+    """What is decoded: the model, or its quantised copy, which is made where it is not there."""
+    source = open_source(config.model, progress)
+    made = planned(config, source, dtype)
+    return source if made is None else open_source(copy_of(made, progress), progress)
 
 
 def written_format(name: str) -> Format:
@@ -260,6 +359,9 @@ def written_format(name: str) -> Format:
 
 def quantize_job(config: RunConfig) -> int:
     """A folder that model.path=DIR loads."""
+    from .overrides import search
+    from .quantise_table import read_record, show
+
     if isinstance(config.quantization, AsStored):
         raise UserError("name how, such as quantization=rtn")
     if config.output is None or not config.output.strip():
@@ -268,35 +370,14 @@ def quantize_job(config: RunConfig) -> int:
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
     if (folder / INDEX).is_file():
         raise UserError(f"{folder} holds a model already: name another output")
+    settings, chosen = config.quantization, None
     with Watch() as watch:
-        made = plan(config.quantization, open_source(config.model, watch.step), dtype, form)
-        reports = write(made, folder, watch.step)
-    _show(made, reports, folder)
+        source = open_source(config.model, watch.step)
+        if settings.overrides == AUTO:
+            chosen = search(settings, source, dtype, form, config.quantize, watch.step)
+            settings = chosen.settings
+        write(plan(settings, source, dtype, form, config.quantize.least), folder, watch.step)
+        if chosen is not None:
+            chosen = chosen.verified(folder)
+    show(folder, read_record(folder, REPORT), chosen)
     return 0
-
-
-def _show(plan: Quantising, reports: Sequence[Report], folder: Path) -> None:
-    console = Console(highlight=False, markup=False)
-    table = columns("layers", "n", "bits", "group", "MB", "error", "worst", "in block")
-    kinds = dict.fromkeys(report.name.split(".", 3)[-1] for report in reports)
-    for kind in kinds:
-        of = [report for report in reports if report.name.endswith(kind)]
-        worst = max(of, key=lambda report: report.error)
-        table.add_row(
-            kind,
-            str(len(of)),
-            "/".join(str(bits) for bits in sorted({report.bits for report in of})),
-            "/".join(str(size) for size in sorted({report.group_size for report in of})),
-            f"{sum(report.nbytes for report in of) / 1e6:.2f}",
-            f"{sum(report.error for report in of) / len(of):.5f}",
-            f"{worst.error:.5f}",
-            worst.name.split(".")[2],
-        )
-    console.print(table)
-    skipped = sum(q is None for q in plan.layers.values())
-    console.print(f"{len(reports)} layers quantised, {skipped} left as they are", soft_wrap=True)
-    for note, n in Counter(note for report in reports for note in report.notes).items():
-        console.print(f"note, of {n} layers: {note}", soft_wrap=True)
-    for warning in plan.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True)
-    console.print(f"written to {folder}; model.path={folder}", soft_wrap=True)

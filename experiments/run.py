@@ -26,6 +26,7 @@ from .identity import Identity, drafter_name, identify
 from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
+from .overlap import check_overlap, judging
 from .progress import Watch
 from .quality.answers import answers_key
 from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare
@@ -89,11 +90,13 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
     with Watch() as watch, Heard() as heard:
         what = identify(config, watch.step, speed=speed)
         _as_planned(what, key)
+        assert what.source is not None, "a replay is carried out elsewhere"
+        exam = prepare(config, what.source, what.key, what.resolved)
+        overlaps = _overlaps(what, exam)
         source, dtype, device = what.target(watch.step), what.dtype, what.device
-        notes = resolve(config, source, what.task).notes()
+        notes = [*overlaps, *resolve(config, source, what.task).notes()]
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
-        exam = prepare(config, source, what.key, what.resolved)
         if exam is None and config.acceptance.guarantee == "lossy":
             notes.append(UNKNOWN_COST)
         folder = _folder(config, what, started)
@@ -108,7 +111,9 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
             started_at=started.isoformat(timespec="seconds"),
             load_before=load_before,
         )
-        made |= {} if what.quantised is None else {"quantised": what.quantised}
+        if (quantised := what.quantised) is not None:
+            made |= {"quantised": quantised}
+            notes += quantised["warnings"] or ()
         info = RunInfo(what.key, title, job, folder, what.resolved, what.digests, made, sweep)
         with config.tracking.open(info) as tracker:
             measured = profiled = peaks = quality = failure = hf = None
@@ -210,6 +215,15 @@ def _tell_unfinished(folder: Path, result: Mapping[str, Any]) -> None:
     if quality:
         told.append(f"the same command with output={folder} asks for the answers that are missing")
     print("decodelab: " + "; ".join(told), file=sys.stderr)
+
+
+def _overlaps(what: Identity, exam: Exam | None) -> list[str]:
+    """Before a copy is made: what the target was, or will be, calibrated on must not be what it is judged by."""
+    if (calibrated := what.calibrated) is None:
+        return []
+    marks, how = calibrated
+    items = what.task.items if what.task is not None else ()
+    return check_overlap(marks, judging(items, {} if exam is None else exam.tasks), how)
 
 
 def _as_planned(what: Identity, key: str | None) -> None:

@@ -9,7 +9,7 @@ groups lose (the paper's code weighs each group by itself).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UserError
 from .codes import Codes, Scheme
 from .grid import Grid, check_grid, round_to_nearest
-from .quantiser import Calibration, Inputs, Quantised, Quantiser
+from .quantiser import Calibration, Inputs, Overrides, Quantised, Quantiser
 
 _SHARES = tuple(1 - 0.05 * i for i in range(1, 11))  # of a group's range, from 0.95 to 0.5
 _LEAST = 1e-4  # of a column's mean, before powers of it are taken
@@ -38,9 +38,7 @@ class AWQ:
     clip: bool = True
     duo: bool = False
     calibration: Calibration = field(default_factory=Calibration)
-    overrides: Mapping[str, Any] = field(
-        default_factory=lambda: {"*.q_proj": {"clip": False}, "*.k_proj": {"clip": False}}
-    )
+    overrides: Overrides = field(default_factory=lambda: {"*.q_proj": {"clip": False}, "*.k_proj": {"clip": False}})
 
     kind: ClassVar[str] = "awq"
 

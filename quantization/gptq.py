@@ -9,7 +9,7 @@ far, and so the size of the blocks in which corrections are passed on does not c
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UserError
 from .codes import Codes, Scheme
 from .grid import Grid, check_grid, round_to_nearest
-from .quantiser import Calibration, Inputs, Quantised
+from .quantiser import Calibration, Inputs, Overrides, Quantised
 
 _DAMPINGS = (0.001, 0.01, 0.1, 1.0)  # that are tried where the one that is asked for is too little
 _DOUBLE = 8192  # columns up to which a Hessian is decomposed in float64: half a GB
@@ -40,7 +40,7 @@ class GPTQ:
     damping: float = 0.01
     clip: bool = False
     block_size: int = 128
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Overrides = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
 
     kind: ClassVar[str] = "gptq"

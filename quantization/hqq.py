@@ -10,7 +10,7 @@ and shift are rounded to what is stored before they are judged.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import UserError
 from .codes import Codes, Scheme
 from .grid import Grid, check_grid
-from .quantiser import Calibration, Inputs, Quantised
+from .quantiser import Calibration, Inputs, Overrides, Quantised
 
 _NORM, _BETA, _KAPPA = 0.7, 10.0, 1.01  # p; β and what it is multiplied by a turn
 
@@ -31,7 +31,7 @@ class HQQ:
     bits: int = 4
     group_size: int = 64
     iterations: int = 20
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Overrides = field(default_factory=dict)
 
     kind: ClassVar[str] = "hqq"
     calibration: ClassVar[Calibration | None] = None

@@ -1,9 +1,9 @@
 """What a quantiser is: one linear layer and what was seen of its input in, codes out."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,19 +14,22 @@ from .codes import Codes, Scheme
 
 SAMPLE = 512  # rows of a layer's input that are kept as they are
 OVERRIDABLE = ("bits", "group_size", "symmetric", "clip")
+Overrides = Mapping[str, Any] | str  # by patterns of names; a file of them; auto: looked for by the job quantize
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The text that a model is run over. `path`: rows as a task has them, or plain text; `template`: a chat template
     that wraps each row's prompt and response (None: bare text); `tokens` in all, in pieces of `length`, drawn by
-    `seed`."""
+    `seed`. The template `chat` is the tokenizer's own. `overlap`: whether to refuse, or to warn of, a judgement by
+    rows that are in the text."""
 
     path: str | None = None
     template: str | None = None
     tokens: int = 16384
     length: int = 512
     seed: int = 0
+    overlap: Literal["refuse", "warn"] = field(default="refuse", repr=False)  # the quantised weights are the same
 
     def __post_init__(self) -> None:
         at = "quantization.calibration."
@@ -89,7 +92,7 @@ class Quantiser(Protocol):
     @property
     def calibration(self) -> Calibration | None: ...
     @property
-    def overrides(self) -> Mapping[str, Any]: ...
+    def overrides(self) -> Overrides: ...
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
         """Before anything is read. Refuses layers [N, K] that cannot be quantised so, all in one line; warns."""
 
@@ -113,15 +116,18 @@ class Scales(Quantiser, Protocol):
         the input, and how it will be quantised; `feasible`: the nearest scale that the input can be divided by."""
 
 
+def deciding(overrides: Mapping[str, Any], name: str) -> str | None:
+    """The last pattern that fits the layer `name`; None if none does."""
+    return next((pattern for pattern in reversed(list(overrides)) if fnmatchcase(name, pattern)), None)
+
+
 def settings_of(settings: Any, name: str) -> Any:
     """The settings for the layer `name`: the last pattern in `overrides` that fits it decides (none: not quantised)."""
-    found: Any = {}
-    for pattern, given in settings.overrides.items():
-        if fnmatchcase(name, pattern):
-            found = given
+    pattern = deciding(settings.overrides, name)
+    found: Any = {} if pattern is None else settings.overrides[pattern]
     if found in (None, "none"):
         return None
-    own = {field.name for field in fields(settings)}
+    own = {each.name for each in fields(settings)}
     keys = [key for key in OVERRIDABLE if key in own]
     if not isinstance(found, Mapping) or (unknown := [key for key in found if key not in keys]):
         said = f"has {unknown[0]}" if isinstance(found, Mapping) else f"is {found!r}"

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from .codes import Scheme
 from .grid import Grid, check_grid, round_to_nearest
-from .quantiser import Calibration, Inputs, Quantised
+from .quantiser import Calibration, Inputs, Overrides, Quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class RTN:
     group_size: int = 64
     symmetric: bool = False
     clip: bool = False
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Overrides = field(default_factory=dict)
 
     kind: ClassVar[str] = "rtn"
     calibration: ClassVar[Calibration | None] = None
