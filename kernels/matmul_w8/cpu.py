@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from jaxtyping import BFloat16, Float, Int8
+from jaxtyping import BFloat16, Float, Int8, Int32
 from torch import Tensor
 
 from ..invariance import PROBED_ROWS, orders
 from .reference import rounded_rows
 
 _FAST = ("AVX2", "AVX512")  # processors that the operator is written for; others take a scalar loop
+_ONE_BY_ONE = 3  # rows, up to which that is the fastest: a lone row's product of integers is a third of two rows'
 
 
 def can_pack(dtype: torch.dtype, device: torch.device, K: int) -> bool:
@@ -76,7 +77,7 @@ class PackedRounded:
 
     def __call__(self, x: Float[Tensor, "T K"]) -> Float[Tensor, "T N"]:
         rounded, by = rounded_rows(x)
-        return torch._int_mm(rounded, self.weight.t()).float().mul_(by).mul_(self.scale).to(x.dtype)
+        return _sums(rounded, self.weight).float().mul_(by).mul_(self.scale).to(x.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +87,13 @@ class PackedRounded:
     def dense(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Float[Tensor, "n K"]:
         """The weight's rows start … stop − 1, rounded once to `dtype`."""
         return (self.weight[start:stop] * self.scale[start:stop, None]).to(dtype)
+
+
+def _sums(x: Int8[Tensor, "T K"], weight: Int8[Tensor, "N K"]) -> Int32[Tensor, "T N"]:
+    """Of integers, so that it does not matter to the result how many rows are taken at once."""
+    if 1 < len(x) <= _ONE_BY_ONE:
+        return torch.cat([torch._int_mm(row, weight.t()) for row in x.split(1)])
+    return torch._int_mm(x, weight.t())
 
 
 def pack_rounded(weight: Int8[Tensor, "N K"], scale: Float[Tensor, " N"]) -> PackedRounded | None:
@@ -103,4 +111,4 @@ def _exact(N: int, K: int) -> bool:
     x = torch.randint(-127, 128, (max(PROBED_ROWS), K), generator=generator, dtype=torch.int8)
     x[0], weight[0] = 127, -128  # the greatest sum
     want = x.double() @ weight.double().T
-    return all(torch.equal(torch._int_mm(x[:rows], weight.t()).double(), want[:rows]) for rows in (1, *PROBED_ROWS))
+    return all(torch.equal(_sums(x[:rows], weight).double(), want[:rows]) for rows in (1, *PROBED_ROWS))
