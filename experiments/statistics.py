@@ -20,7 +20,7 @@ LEAST = 5  # prompts; no interval under that
 RESAMPLES = 9_999
 BATCH = 1_000  # resamples held in memory at once
 FEWEST = 499  # draws of many values, each of which takes long
-WORK = 20_000_000  # values drawn
+WORK = 4_000_000  # values drawn
 SIGNIFICANT = 0.05  # two-sided
 POWER = 0.8
 
@@ -163,15 +163,16 @@ class Slice:
 
 def worst_slice(losses: Column, sizes: Column, names: Sequence[str], draws: int | None = None) -> Slice | None:
     """Of items, each in the slice that `names` says, with so much loss in so many tokens. Items are drawn anew, since
-    tokens of one item are alike; what they lose beyond the mean is scaled by √size, so that a long item's, which
-    scatters more, may stand in a short one's place. None without loss, or with one slice."""
+    tokens of one item are alike; what they lose beyond the mean is taken by its spread at their size, so that a long
+    item's may stand in a short one's place. None without loss, or with one slice."""
     slices, member = np.unique(np.asarray(names), return_inverse=True)
     if len(slices) < 2 or not losses.sum() > 0:
         return None
-    share, size, root = losses / losses.sum(), sizes / sizes.sum(), np.sqrt(sizes)
-    excess = (share - size) / root
+    share, size = losses / losses.sum(), sizes / sizes.sum()
+    spread = _spread(share - size, sizes)
+    excess = (share - size) / spread
     one = np.eye(len(slices))[member]
-    weighted = root[:, None] * (one - size @ one)  # what is left of a draw once its own mean is taken away
+    weighted = spread[:, None] * (one - size @ one)  # what is left of a draw once its own mean is taken away
     rng = np.random.default_rng(0)
 
     def drawn(some: int) -> Num[np.ndarray, "some n"]:
@@ -180,6 +181,16 @@ def worst_slice(losses: Column, sizes: Column, names: Sequence[str], draws: int 
     return _worst(
         slices, excess @ weighted, lambda some: drawn(some) @ weighted, share @ one, size @ one, draws, len(excess)
     )
+
+
+def _spread(excess: Column, sizes: Column) -> Column:
+    """The standard deviation of an item's excess by its size: tokens scatter by themselves, and with their item."""
+    from scipy.optimize import nnls
+
+    if not excess.any():
+        return np.ones(len(excess))
+    found, _ = nnls(np.stack([np.ones(len(sizes)), sizes], 1), excess**2 / sizes)
+    return np.sqrt(sizes * (found[0] + found[1] * sizes))
 
 
 def worst_step(losses: Column, items: Column, names: Sequence[str], draws: int | None = None) -> Slice | None:
@@ -203,7 +214,7 @@ def worst_step(losses: Column, items: Column, names: Sequence[str], draws: int |
 
 
 def _worst(
-    slices: Sequence[str],
+    slices: np.ndarray,
     found: Column,
     drawn: Callable[[int], Num[np.ndarray, "some k"]],
     share: Column,

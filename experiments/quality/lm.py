@@ -253,6 +253,10 @@ class DecodelabLM(TemplateLM):
             ahead, behind = self._encode_pair(context, continuation)
             if ahead and behind:
                 return ahead, behind
+        return self.apart(context, continuation)
+
+    def apart(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of each by itself, behind one token at least."""
         ahead = self.tok_encode(context) if context else []
         alone = self.tok_encode(continuation, add_special_tokens=False)
         if not ahead and alone[:1] == [self.prefix_token_id]:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from ...decoding.model.storage import atomic_file
-from ...decoding.model.weights import open_safetensors
 from ...errors import UserError
 from .scores import KINDS, Item
 
@@ -140,7 +139,8 @@ def gold_of(lm: "DecodelabLM", task: "Task", item: Item, row: Mapping[str, Any],
             found = sample["arguments"][0][0], item.answers[0].text or ""
         if found is None or not found[1]:
             return None
-        passages = [lm.fitting(*lm.pair(*found))]
+        apart = generates and found[0][-1:].isspace()  # what is generated begins behind the blanks of its prompt
+        passages = [lm.fitting(*(lm.apart if apart else lm.pair)(*found))]
     kept = tuple((tuple(context), tuple(answer)) for context, answer in passages if answer)
     return Gold(about, kept) if kept else None
 
@@ -205,10 +205,10 @@ def read_recorded(folder: Path) -> Recorded:
     if not file.is_file():
         raise UserError(f"quality.kl=true, and {folder} holds no {RECORDED}: {_AGAIN} and without against")
     try:
-        with open_safetensors(file) as stored:
+        with safe_open(file, "pt") as stored:
             about = stored.metadata() or {}
             if about.get("schema") != SCHEMA:
-                raise UserError(f"{file} is of another version (schema {about.get('schema')}): {_AGAIN}")
+                raise ValueError(f"schema {about.get('schema')}, and this version reads {SCHEMA}")
             found = {name: stored.get_tensor(name) for name in ("passages", "tokens", *Top.__slots__)}
         made = Recorded(
             about["key"],
@@ -219,10 +219,10 @@ def read_recorded(folder: Path) -> Recorded:
             tuple(_golds(json.loads(about["golds"]), found["passages"].tolist(), found["tokens"].tolist())),
             Top(*(found[name] for name in Top.__slots__)),
         )
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({' '.join(str(error).split())[:80]}): {_AGAIN}") from error
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:80]}): {_AGAIN}") from error
     if not made.golds or sum(gold.tokens for gold in made.golds) != len(made.top.choice):
-        raise UserError(f"{file} is damaged (its answers and its predictions do not fit): {_AGAIN}")
+        raise UserError(f"{file} cannot be read (its answers and its predictions do not fit): {_AGAIN}")
     return made
 
 

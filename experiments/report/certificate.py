@@ -9,7 +9,7 @@ from typing import Any
 from ... import __version__
 from ...errors import UserError
 from ..files import read_lines, read_result
-from ..format import chance, counted, noise_floor, number, percent, share
+from ..format import chance, counted, noise_floor, percent, share
 from .drawing import DARK, LIGHT
 from .load import Run, at
 from .rows import drafter, model
