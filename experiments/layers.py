@@ -24,7 +24,6 @@ from ..decoding.cost import DraftCost, Profile, measure_target, predict
 from ..decoding.law import LawSettings, keyed_scores
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
-from ..decoding.model.source import open_source
 from ..decoding.noise import Noise
 from ..decoding.reference import PREFILL_CHUNK
 from ..decoding.request import Request
@@ -40,6 +39,7 @@ from .lab import Lab
 from .load import load_of_others
 from .measure import request_of
 from .progress import Watch
+from .quantise import target_of
 from .tasks import load_task
 
 Skip = frozenset[int]
@@ -264,7 +264,7 @@ def layers(config: RunConfig) -> int:
     longest, tries = config.layers.max_draft, config.layers.tries
     busy = (load_of_others() or 0.0) > BUSY
     with hardware.torch_threads(config.threads), Watch() as watch:
-        source = open_source(config.model, watch.step)
+        source = target_of(config, dtype, watch.step)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
         layout = target.config.layout
         if len(layout.layers) < 2:

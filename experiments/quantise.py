@@ -271,9 +271,14 @@ def _write_block(file: Path, block: CalibratedBlock, reports: Sequence[Report], 
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], note: Mapping[str, str]) -> None:
+    """The same bytes for the same content: the library writes notes in any order, and so the header is put in order."""
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt", **note})
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:start]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
     with atomic_file(file, len(content)) as out:
-        out.write(content)
+        out.write(len(header).to_bytes(8, "little") + header)
+        out.write(memoryview(content)[start:])
 
 
 def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Report]:

@@ -21,7 +21,7 @@ from rich.console import Console
 from ..decoding import loop
 from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, predict
 from ..decoding.model.load import load_decoder
-from ..decoding.model.source import ModelSpec, Source, named, open_source
+from ..decoding.model.source import ModelSpec, Source, named
 from ..decoding.request import Request
 from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, train
 from ..errors import UserError
@@ -35,6 +35,7 @@ from .lab import Lab, build_lab
 from .metrics import acceptance
 from .product import check_product, product
 from .progress import Watch
+from .quantise import target_of
 from .result import provenance
 from .sweep.lock import lock_folder
 from .table import columns
@@ -114,7 +115,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
     schedule = settings.schedule
     enough(len(task.items), schedule.held_back)
     with Watch() as watch:
-        source = open_source(config.model, watch.step)
+        source = target_of(config, dtype, watch.step)
         start = settings.check(source)
         check_product(config, source)
         make_folder(folder)
@@ -196,9 +197,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
     return 0
 
 
-def _judge(
-    learner: Learner, lab: Lab, lessons: Lessons, seed: int, folder: Path, watch: Watch
-) -> Callable[[], Score]:
+def _judge(learner: Learner, lab: Lab, lessons: Lessons, seed: int, folder: Path, watch: Watch) -> Callable[[], Score]:
     if isinstance(learner, Drafts):
         requests = [a.request for a in lessons.held]
         costs = _costs(folder / COSTS, lab, learner, requests, seed, watch.step)

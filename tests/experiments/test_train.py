@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,6 +279,24 @@ def test_a_warm_start_begins_where_the_other_ended(bench: Any):
     losses = [json.loads((bench.root / n / "course.json").read_text())["rows"][0]["loss"] for n in ("first", "second")]
     assert losses[1] < losses[0]
     assert main(words(bench, "medusa", "third", start, "train.heads=3")) == 2
+
+
+def test_the_target_may_be_quantised(bench: Any, capsys: pytest.CaptureFixture[str]):
+    """The heads learn from the quantised copy's own answers and states; with the weights it was made from they draft
+    too, and a line says so."""
+    low = ["quantization=rtn", "quantization.bits=3", "quantization.group_size=16"]
+    assert main(words(bench, "medusa", "heads", *low)) == 0
+    folder = bench.root / "heads"
+    with safe_open(folder / "medusa.safetensors", framework="pt") as stored:
+        note = json.loads(stored.metadata()["decodelab"])
+    assert note["target"] != note["origin"]
+    drafting = ["drafting=medusa", f"drafting.path={folder}", "timing=untimed"]
+    assert bench.run(*drafting, *low) == 0
+    assert bench.result["exactness"]["verdict"] == "exact"
+    assert not any("quantised otherwise" in warning for warning in bench.result["warnings"])
+    shutil.rmtree(bench.folder)
+    assert bench.run(*drafting) == 0
+    assert any("has the same weights quantised otherwise" in warning for warning in bench.result["warnings"])
 
 
 @pytest.mark.parametrize(
