@@ -2,7 +2,7 @@
 down; then the range of each group is cut where that loses less.
 
 What is minimised is the error of the outputs over all calibration rows, tr((W − Ŵ) H (W − Ŵ)ᵀ) with H the mean of x xᵀ,
-where the paper's code looks at a sample of them. From there it follows that neither step is ever worse than rounding to
+where the paper's code looks at a sample of them. So neither step is ever worse than rounding to
 nearest on the rows that it was chosen by: the scales tried hold 1, and a cut is weighed with what the row's other
 groups lose (the paper's code weighs each group by itself).
 """
@@ -99,11 +99,11 @@ class AWQ:
     def layer(self, weight: Float[Tensor, "N K"], seen: Inputs | None) -> Quantised:
         grid = Grid(self.bits, self.group_size, self.symmetric)
         plain = round_to_nearest(weight, grid)
-        if not self.clip or seen is None:
+        if seen is None:
             return Quantised(plain)
         if not bool(torch.isfinite(seen.hessian).all()):
             return Quantised(plain, (_NOT_FINITE,))
-        return Quantised(cut(weight, plain, grid, seen.hessian))
+        return Quantised(cut(weight, plain, grid, seen.hessian) if self.clip else plain)
 
 
 def cut(weight: Float[Tensor, "N K"], plain: Codes, grid: Grid, hessian: Float[Tensor, "K K"]) -> Codes:

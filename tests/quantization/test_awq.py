@@ -222,9 +222,9 @@ def test_inputs_beyond_float32_are_said() -> None:
     settings, (weight, _) = AWQ(group_size=16), weights()
     seen = Inputs.of([salient() * 1e25])
     assert settings.scale([(settings, weight)], seen, whatever) is None
-    made = settings.layer(weight, seen)
-    assert made.notes == ("its inputs are too large for float32: rounded to nearest",)
-    assert torch.equal(made.codes.codes, RTN(group_size=16).layer(weight, None).codes.codes)
+    for made in (settings.layer(weight, seen), replace(settings, clip=False).layer(weight, seen)):
+        assert made.notes == ("its inputs are too large for float32: rounded to nearest",)
+        assert torch.equal(made.codes.codes, RTN(group_size=16).layer(weight, None).codes.codes)
 
 
 def test_columns_without_input_and_groups_of_zeros() -> None:
