@@ -22,6 +22,7 @@ from .quality.evaluate import check_quality
 from .quantise import Quantising, planned
 from .replay import Recording, open_recording
 from .sweep.grid import Cell
+from .targets import describe
 from .tasks import FORMATS, Task, TaskSettings, load_task, read_rows
 
 _EXPECTED: dict[Exactness, str] = {
@@ -77,6 +78,8 @@ def check(config: RunConfig) -> int:
         rows["device"] = f"{device} ({describe_device(device)})"
         if look.quantising is not None:
             rows["quantization"] = str(look.quantising)
+        if config.target is not None:
+            rows[config.target] = describe(config.target, look.quantising)
         rows["drafting"] = _drafter(config.drafting)
         rows["acceptance"] = _rule(config.acceptance)
         rows["task"] = _prompts(task, config.task)
@@ -139,7 +142,8 @@ def _look(
     check_quality(config, target if isinstance(target, Source) else None)
     known = None if absent or isinstance(target, NotHere) else target
     composition = resolve(config, known, task)
-    quantising = None if known is None else planned(config, known, resolve_dtype(config.dtype, resolve_device(config.device))[0])
+    dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
+    quantising = None if known is None else planned(config, known, dtype)
     return _Look(target, absent, task, composition, quantising=quantising)
 
 

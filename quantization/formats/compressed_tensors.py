@@ -32,7 +32,7 @@ class CompressedTensors:
             raise UserError("quantization_config.kv_cache_scheme quantises the KV cache, which is not read")
         scaled = [name.removesuffix(".weight_scale") for name in shapes if name.endswith(".weight_scale")]
         found = {}
-        for layer in sorted({*owners(shapes, "weight_packed", ("weight_shape", "weight_zero_point")), *scaled}):
+        for layer in sorted({*owners(shapes, "weight_packed", ("weight_shape",)), *scaled}):
             found[layer] = _shape(layer, shapes, _Settings.of(layer, config))
         return found
 

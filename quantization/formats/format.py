@@ -1,5 +1,6 @@
 """What a format is, and a checkpoint's quantised layers read through one."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -73,12 +74,13 @@ class QuantisedLayers(Mapping[str, Codes]):
 def words(codes: UInt8[Tensor, "R C"], bits: int) -> Int32[Tensor, "R W"]:
     """Rows of codes as 32-bit words without gaps, the lowest bits first; a code may lie across two words."""
     stream = pack(codes, bits)
-    return torch.nn.functional.pad(stream, (0, -stream.shape[1] % 4)).view(torch.int32)
+    whole = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 4))
+    return whole.reshape(-1).view(torch.int32).view(len(codes), -1)  # flat: strides of a single row are anything
 
 
 def unwords(packed: Tensor, bits: int, columns: int) -> UInt8[Tensor, "R C"]:
     """What `words` was given."""
-    stream = packed.contiguous().view(torch.uint8)
+    stream = packed.reshape(-1).view(torch.uint8).view(len(packed), -1)
     return unpack(stream[:, : -(-columns * bits // 8)], bits, columns)
 
 
@@ -119,8 +121,19 @@ def refuse(form: Format, problems: Mapping[str, Sequence[str]]) -> None:
         for problem in each:
             by_problem.setdefault(problem, []).append(layer)
     if by_problem:
-        told = "; ".join(f"{problem}: {', '.join(layers)}" for problem, layers in by_problem.items())
+        told = "; ".join(f"{problem}: {_brief(layers)}" for problem, layers in by_problem.items())
         raise UserError(f"format={form.title} does not hold these layers ({told}): choose otherwise, or format=native")
+
+
+def _brief(layers: Sequence[str]) -> str:
+    """All of them; those that differ in one number alone, as model.layers.0,1,2.mlp.up_proj."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        if found := re.search(r"(?<=\.)\d+(?=\.)", layer):
+            numbers.setdefault((layer[: found.start()], layer[found.end() :]), []).append(found.group())
+        else:
+            numbers.setdefault((layer, ""), [])
+    return ", ".join(f"{head}{','.join(each)}{tail}" for (head, tail), each in numbers.items())
 
 
 def unlike(layers: Mapping[str, Scheme]) -> dict[str, list[str]]:

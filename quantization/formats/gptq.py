@@ -94,9 +94,8 @@ class GPTQFormat:
             return Quantised(codes)
         lifted = (codes.zero == 0)[:, codes.column_groups]
         top = 2**codes.bits - 1
-        cut = int((lifted & (codes.codes == top)).sum())
         moved = torch.where(lifted, codes.codes.clamp_max(top - 1) + 1, codes.codes)
-        told = f"format=gptq has no zero point of 0: 1 in its place, by which the greatest weights of {cut} lost a step"
+        told = "format=gptq has no zero point of 0: 1 in its place; the greatest weights there lost a step"
         return Quantised(replace(codes, codes=moved, zero=codes.zero.clamp_min(1)), (told,))
 
     def write(self, layer: str, codes: Codes) -> dict[str, Tensor]:
@@ -114,7 +113,9 @@ class GPTQFormat:
         }
 
     def config(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> dict[str, Any]:
+        """Loaders take every linear layer within the blocks to be quantised, unless those that are, are named."""
         bits, size, _ = common(layers)
+        some = {"modules_in_block_to_quantize": [list(layers)]} if set(skipped) - {"lm_head"} else {}
         return {
             "quant_method": self.name,
             "bits": bits,
@@ -124,6 +125,7 @@ class GPTQFormat:
             "true_sequential": True,
             "checkpoint_format": self.title,
             "lm_head": False,
+            **some,
         }
 
 
