@@ -204,6 +204,20 @@ def test_damping_that_is_too_little_is_raised_and_noted():
     assert replace(settings, damping=0.01).layer(weight, seen).notes == ()
 
 
+def test_without_damping_what_is_left_of_two_like_columns_is_noise():
+    weight, x = problem(4, 8)
+    hessian = torch.eye(8)
+    hessian[0, 1] = hessian[1, 0] = 1 - 2**-24  # as near to 1 as float32 comes
+    made = GPTQ(group_size=8, damping=0.0).layer(weight, replace(Inputs.of([x]), hessian=hessian))
+    assert made.notes == ("damping raised from 0.0 to 0.001",)
+
+
+def test_columns_without_input_need_no_damping():
+    weight, x = problem(4, 16)
+    x[:, 3] = 0
+    assert GPTQ(group_size=8, damping=0.0).layer(weight, Inputs.of([x])).notes == ()
+
+
 def test_what_cannot_be_done_is_rounded_to_nearest_and_noted():
     weight, x = problem(8, 32)
     seen, settings = Inputs.of([x]), GPTQ(group_size=16)
