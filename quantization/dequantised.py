@@ -41,10 +41,12 @@ def _steps(groups: Float[Tensor, "G C"]) -> int | None:
     some = span > 0
     if not bool(some.any()):
         return None
-    values, span, least = values[some], span[some], least[some]
+    near = (gaps > 0) & (gaps < 1.5 * least[:, None])  # roundings since make some of them narrower
+    step = torch.where(near, gaps, 0).sum(1) / near.sum(1)
+    values, span, step = values[some], span[some], step[some]
     on, most = torch.zeros_like(span, dtype=torch.bool), torch.zeros_like(span)
     for parts in (1, 2, 3):  # the narrowest gap may be more than one step
-        steps = (parts * span / least).round()
+        steps = (parts * span / step).round()
         place = (values - values[:, :1]) * (steps / span)[:, None]
         fits = ~on & ((place - place.round()).abs().amax(1) < NEAR) & (steps < 2**MOST_BITS)
         on, most = on | fits, torch.where(fits, steps, most)

@@ -29,7 +29,7 @@ class Native:
             columns, bits, group = about["columns"], about["bits"], about["group_size"]
             rows = shapes.get(f"{layer}.codes", (0, 0))[0]
             groups = -(-columns // group)
-            second = "zero" if f"{layer}.zero" in shapes else "shift"
+            second = "shift" if "shift" in about["parts"] else "zero"
             wanted = {"codes": (rows, -(-columns * bits // 8)), "scale": (rows, groups), second: (rows, groups)}
             for part, shape in wanted.items():
                 if shapes.get(f"{layer}.{part}") != shape:

@@ -52,5 +52,5 @@ def test_a_checkpoint_that_is_not_whole_is_refused(rng: torch.Generator, part: s
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(UserError, match="^quantization_config is of version 9, and 1 is read: quantise again$"):
+    with pytest.raises(UserError, match=r"^quantization_config is of version 9, and 1 is read: quantise again$"):
         Native().layers({}, {"version": 9, "layers": {}})
