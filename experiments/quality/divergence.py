@@ -89,7 +89,7 @@ def _floor(lm: "DecodelabLM", made: Recorded, progress: Progress) -> dict[str, A
         )
         return None
     every = -(-sum(gold.tokens for gold in made.golds) // FLOOR)
-    twin = load_decoder(lab.source, dtype=other, device=device, progress=progress)
+    twin = load_decoder(lab.source, dtype=other, device=device, layout=lab.target.config.layout, progress=progress)
     led = lead(lm.beside(twin), made, {gold.key for gold in made.golds[::every]}, progress)
     kl, flips = (np.concatenate([getattr(one, name) for one in led]) for name in ("kl", "flips"))
     return {
@@ -219,11 +219,11 @@ def where(led: Sequence[Led]) -> list[dict[str, Any]]:
         "length": (led, [_doubling(len(one.kl)) for one in led]),
     }
     rows = []
-    for by, (some, names) in slicings.items():
+    for by, (some, labels) in slicings.items():
         sizes = [len(one.kl) for one in some]
         losses = np.array([one.kl.sum() for one in some])
-        worst = worst_slice(losses, np.array(sizes, dtype=float), names)
-        rows.append((by, worst, some, np.repeat(names, sizes)))
+        worst = worst_slice(losses, np.array(sizes, dtype=float), labels)
+        rows.append((by, worst, some, np.repeat(labels, sizes)))
     steps = [_doubling(step + 1) for one in led for step in range(len(one.kl))]
     items = np.repeat(np.arange(len(led)), [len(one.kl) for one in led])
     worst = worst_step(np.concatenate([one.kl for one in led]), items, steps)

@@ -130,7 +130,7 @@ def gold_of(lm: "DecodelabLM", task: "Task", item: Item, row: Mapping[str, Any],
     about = {key: row[key] for key in ("task", "id", "category", "doc_hash")} | {"copy": copy, "answer": "gold"}
     sample = item.samples[0]
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        passages = lm.windows(sample["arguments"][0][0])
+        passages: list[tuple[Sequence[int], Sequence[int]]] = [*lm.windows(sample["arguments"][0][0])]
     else:
         generates = KINDS[task.OUTPUT_TYPE] == "generate"
         found = _generated(task, sample, chat) if generates else _chosen(task, sample)
@@ -150,7 +150,7 @@ def _chosen(task: "Task", sample: Mapping[str, Any]) -> tuple[str, str] | None:
     asked = sample["arguments"]
     own = getattr(task, "own", None)
     right: Any = 0 if len(asked) == 1 else sample["target"] if own is None else own.question(sample["doc"]).gold
-    if own is None and len(asked) > 1 and getattr(task, "multiple_input", 0):
+    if own is None and len(asked) > 1 and getattr(task, "multiple_input", False):
         right = task.doc_to_text(sample["doc"])  # of lm-eval's, where each choice has a context of its own
     if not isinstance(right, int) or not 0 <= right < len(asked):
         return None

@@ -160,13 +160,13 @@ def _tokens(run: Run) -> Iterator[Section]:
     rows = [_told(name, one) for name, one in found["tasks"].items()]
     yield Section("Token by token", tuple(lines), (titles, [*rows, _told("all", found)] if len(rows) > 1 else rows))
     if found["where"]:
-        titles = ("by", "worst slice", "of the tokens", "of all KL", "of changed choices", "p")
+        by = ("by", "worst slice", "of the tokens", "of all KL", "of changed choices", "p")
         shares = [
             (row["by"], row["name"], *(percent(row[key]) for key in ("size", "share", "flips")), chance(row["p_holm"]))
             for row in found["where"]
         ]
         about = "The slice with the most KL beyond its size, and how often chance would make one as bad (Holm)."
-        yield Section("Where it degrades", (about,), (titles, shares))
+        yield Section("Where it degrades", (about,), (by, shares))
 
 
 def _told(name: str, one: Mapping[str, Any]) -> Sequence[str]:

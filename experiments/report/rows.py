@@ -17,6 +17,9 @@ _UNNAMED = (
     "replay",
 )  # fmt: skip
 
+# Groups whose option is named where rows differ in it, and the option that goes without saying.
+_USUAL: Mapping[str, tuple[str, ...]] = {"acceptance": ("greedy",), "quantization": ("none", "?")}
+
 _LONGEST = 36  # characters of a value in a label
 
 
@@ -225,12 +228,13 @@ def _part(settings: Any) -> str:
 def _labels(runs: Sequence[Run]) -> list[str]:
     """The drafter, and what else differs between the configurations, in as few words as tell them apart."""
     known = [{**_flat(run.at("config"))} for run in runs]
-    parts = {name: [_part(run.at(f"config.{name}")) for run in runs] for name in ("drafting", "acceptance")}
+    parts = {name: [_part(run.at(f"config.{name}")) for run in runs] for name in ("drafting", *_USUAL)}
     labels = []
     for i, mine in enumerate(known):
         words = [parts["drafting"][i]]
-        if len(set(parts["acceptance"])) > 1 and parts["acceptance"][i] != "greedy":  # the default
-            words.append(parts["acceptance"][i])
+        for name, usual in _USUAL.items():
+            if len(set(parts[name])) > 1 and parts[name][i] not in usual:
+                words.append(parts[name][i])
         for key, value in mine.items():
             group, _, leaf = key.partition(".")
             if group in _UNNAMED or key.endswith("_target_"):
@@ -323,6 +327,10 @@ def _scores(run: Run) -> dict[Measure, Value]:
             scorer = asked.get("scorer")
             named = str(scorer) if scorer not in (None, main) else ""
             out[Measure(str(name), str(main), question, higher, decodes, named)] = value
+    lost = Value.of(run.at("quality.divergence.kl"))
+    if lost.value is not None:
+        against = _plain([run.at("quality.divergence.reference.key"), run.at("quality.divergence.tokens")])
+        out[Measure("reference", "KL", against, higher=False, decodes=False)] = lost
     return out
 
 

@@ -53,8 +53,9 @@ COLUMNS: Sequence[Column] = (
     Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 6),
     Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 5),
 )
+WEIGHTS = Column("weights", lambda row: size(row.run.number("memory.weights_bytes")), 3)
 MEMORY: Sequence[Column] = (
-    Column("weights", lambda row: size(row.run.number("memory.weights_bytes"))),
+    WEIGHTS,
     Column("KV cache", lambda row: size(row.run.number("memory.kv_bytes"))),
     Column("peak memory", lambda row: size(row.run.number("memory.peak_bytes"))),
 )
@@ -138,6 +139,8 @@ def show(groups: Sequence[Group], found: Found, against: Comparison | None, cons
         console.print(Text(group.title, style="bold"))
         console.print(Text(" · ".join(filter(None, (group.machine, group.shared)))))
         speed = [column for column in COLUMNS if column.rank is not None]
+        if len({WEIGHTS.show(row) for row in group.rows}) > 1:
+            speed.append(WEIGHTS)
         scored = [column for column in _scores(group) if _says(column, group.rows)]
         if not scored or any(_says(column, group.rows) for column in speed):
             # a run of quality alone stands in the table of scores
