@@ -1,0 +1,277 @@
+"""The job quantize, the copy that a run makes, and what is known of both."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from decodelab.decoding.model.source import ModelSpec, Source, open_source
+from decodelab.errors import UserError
+from decodelab.experiments import quantise
+from decodelab.experiments.calibration import draw, load_calibration
+from decodelab.experiments.cli import main
+from decodelab.experiments.overlap import Marks, check_overlap
+from decodelab.experiments.quantise import INDEX, REPORT, STATE, plan, write
+from decodelab.quantization.formats import NATIVE
+from decodelab.quantization.gptq import GPTQ
+from decodelab.quantization.quantiser import Calibration
+from decodelab.quantization.rtn import RTN
+from decodelab.tests.experiments.bench import Bench
+
+WORDS = (
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+)
+
+
+def sentence(seed: int, words: int = 16) -> str:
+    g = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (words,), generator=g))
+
+
+@pytest.fixture
+def calibration(private: Path) -> Path:
+    file = private / "calibration.jsonl"
+    file.write_text("".join(json.dumps({"prompt": sentence(i), "answer": "yes"}) + "\n" for i in range(60)))
+    return file
+
+
+@pytest.fixture
+def source(bench: Bench) -> Source:
+    return open_source(ModelSpec(path=str(bench.checkpoint)))
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def quantize(bench: Bench, *words: str, output: str = "copy") -> int:
+    model = [f"model.path={bench.checkpoint}", "dtype=float32", "device=cpu", "threads=1"]
+    return main(["quantize", *model, f"output={bench.root / output}", *words])
+
+
+def calibrated(calibration: Path, **more: object) -> list[str]:
+    keys = {"path": calibration, "length": 32, "tokens": 256} | more
+    return ["quantization=gptq", "quantization.group_size=16"] + [
+        f"quantization.calibration.{key}={value}" for key, value in keys.items()
+    ]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != REPORT}
+
+
+def test_what_it_prints_and_writes(bench, capsys):
+    """Layers that are quantised and skipped, and why (executorch#22044), time and memory."""
+    overrides = "quantization.overrides={*.0.mlp.up_proj: none, *.v_proj: {bits: 8}}"
+    assert quantize(bench, "quantization=rtn", "quantization.group_size=32", overrides, "quantize.least=0.8") == 0
+    out = capsys.readouterr().out
+    assert "13 layers quantised, 1 left as they are: 88.9% of the weights in the blocks\n" in out
+    assert "skipped, 1 layers: overrides: *.0.mlp.up_proj\n" in out
+    assert "peak memory of the process " in out
+    assert out.endswith(f"written to {bench.root / 'copy'}; model.path={bench.root / 'copy'}\n")
+    record = json.loads((bench.root / "copy" / REPORT).read_text())
+    assert record["skipped"] == {"model.layers.0.mlp.up_proj": "overrides: *.0.mlp.up_proj"}
+    assert (record["resumed"], record["warnings"], record["calibration"]) == (0, [], None)
+    assert {layer["bits"] for layer in record["layers"]} == {4, 8}
+    assert bench.run(f"model.path={bench.root / 'copy'}") == 0
+    assert bench.result["exactness"]["verdict"] == "exact"
+
+
+def test_too_few_layers_are_refused(bench, capsys):
+    assert quantize(bench, "quantization=rtn", "quantization.overrides={*.mlp.*: none}") == 2
+    assert told(capsys) == (
+        "decodelab: error: 33.3% of the weights in the blocks would be quantised, and quantize.least=0.9 is the least: "
+        "6 of 14 layers stay (overrides: *.mlp.*); change the overrides, or that key"
+    )
+    assert not (bench.root / "copy").exists()
+
+
+@pytest.mark.parametrize("settings", ["rtn", "gptq"])
+def test_what_is_killed_goes_on_to_the_same_bytes(bench, source, calibration, settings, monkeypatch):
+    """Killed while the second block is written: the first is read back, and the next reads the same hidden states."""
+    text = Calibration(str(calibration), tokens=256, length=32)
+    q = RTN(group_size=16) if settings == "rtn" else GPTQ(group_size=16, calibration=text)
+    made = plan(q, source, torch.float32, NATIVE)
+    write(made, bench.root / "whole")
+    real = quantise._write
+
+    def killed(file, *rest):
+        if file.name == "block-00001.safetensors":
+            raise KeyboardInterrupt
+        real(file, *rest)
+
+    monkeypatch.setattr(quantise, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(made, bench.root / "broken")
+    assert sorted(f.name for f in (bench.root / "broken").iterdir()) == ["block-00000.safetensors", STATE]
+    monkeypatch.setattr(quantise, "_write", real)
+    other = plan(RTN(bits=5, group_size=16), source, torch.float32, NATIVE)
+    with pytest.raises(UserError, match="holds the beginning of another quantisation: name another output, or delete"):
+        write(other, bench.root / "broken")
+    write(made, bench.root / "broken")
+    assert weights(bench.root / "broken") == weights(bench.root / "whole")
+    assert json.loads((bench.root / "broken" / REPORT).read_text())["resumed"] == 1
+
+
+def test_a_folder_with_something_in_it_is_refused(bench, capsys):
+    (bench.root / "copy").mkdir()
+    (bench.root / "copy" / "mine.txt").write_text("x")
+    assert quantize(bench, "quantization=rtn") == 2
+    assert "is not empty (it holds mine.txt): name another output" in told(capsys)
+    assert [f.name for f in (bench.root / "copy").iterdir()] == ["mine.txt"]
+    assert quantize(bench, "quantization=rtn", output="good") == 0
+    assert quantize(bench, "quantization=rtn", output="good") == 2
+    assert "holds a model already: name another output" in told(capsys)
+
+
+def test_a_run_makes_its_copy_once(bench, monkeypatch):
+    assert bench.run("quantization=rtn", "quantization.group_size=16") == 0
+    assert bench.result["exactness"]["verdict"] == "exact"
+    assert bench.result["provenance"]["quantised"]["settings"]["group_size"] == 16
+    (copy,) = (bench.root / "cache" / "quantised").iterdir()
+    assert (copy / INDEX).is_file()
+    monkeypatch.setattr(quantise, "write", lambda *_: pytest.fail("made again"))
+    assert bench.run("quantization=rtn", "quantization.group_size=16", f"output={bench.root / 'again'}") == 0
+
+
+def test_a_key_is_of_all_that_the_bytes_depend_on(bench, source, calibration):
+    text = Calibration(str(calibration), tokens=256, length=32)
+
+    def key(settings, dtype=torch.float32):
+        return plan(settings, source, dtype, NATIVE).key
+
+    keys = [key(RTN()), key(RTN(bits=5)), key(RTN(), torch.bfloat16), key(GPTQ(calibration=text))]
+    for change in ({"seed": 1}, {"tokens": 128}, {"length": 16}):
+        fields = {"path": str(calibration), "tokens": 256, "length": 32} | change
+        keys.append(key(GPTQ(calibration=Calibration(**fields))))
+    assert len(set(keys)) == len(keys)
+    warn = Calibration(str(calibration), tokens=256, length=32, overlap="warn")
+    assert key(GPTQ(calibration=warn)) == keys[3]  # the weights are the same
+
+
+def test_overlap_with_what_is_asked_is_refused(bench, calibration, capsys):
+    """In a run that quantises, before anything is made; and later, by the folder; a warning is asked for."""
+    rows = [{"prompt": f"please say this: {sentence(i).upper()}!"} for i in range(60)]
+    assert bench.run(*calibrated(calibration), rows=rows) == 2
+    line = told(capsys)
+    assert "has a text that the model was calibrated on, calibration.jsonl:" in line
+    assert "quantise with quantization.calibration.overlap=warn" in line
+    assert not (bench.root / "cache" / "quantised").exists()
+    assert quantize(bench, *calibrated(calibration)) == 0
+    assert bench.run(f"model.path={bench.root / 'copy'}", rows=rows) == 2
+    assert "was calibrated on" in told(capsys)
+    assert bench.run(f"model.path={bench.root / 'copy'}") == 0  # other rows
+    assert bench.run(*calibrated(calibration, overlap="warn"), f"output={bench.root / 'b'}", rows=rows) == 0
+
+
+def test_texts_are_the_same_by_thirteen_words_or_as_a_whole():
+    a = Marks.of([("a", ["x y " + sentence(1)]), ("b", ["What is the capital of France?"])])
+    shared = Marks.of([("long", [f"{sentence(1).upper()}, and more"]), ("short", ["what is  the capital of FRANCE"])])
+    assert sorted(a.shared(shared)) == [("a", "long"), ("b", "short")]
+    assert not list(a.shared(Marks.of([("c", [sentence(1, words=12)]), ("d", ["the capital of France"])])))
+    many = Marks.of([(f"r{i}", [f"{sentence(7)} {i}"]) for i in range(3)])
+    assert not list(many.shared(Marks.of([("x", [sentence(7)])])))  # an instruction that all have
+    assert check_overlap(a, Marks.of([]), "refuse") == []
+
+
+def test_rows_that_were_not_drawn_are_not_counted(source, calibration):
+    pieces = load_calibration(Calibration(str(calibration), tokens=64, length=32), "gptq", source.tokenizer, 128)
+    assert (pieces.tokens, len(pieces.pieces)) == (64, 2)
+    assert 2 <= len(pieces.read) <= 6
+    rest = draw(Calibration(str(calibration), tokens=640, length=32), source.tokenizer, 128, pieces.pieces)
+    assert not set(rest.pieces) & set(pieces.pieces)
+
+
+def test_the_tokenizers_own_template_is_called_chat(source, calibration):
+    def tokens(template):
+        settings = Calibration(str(calibration), template, tokens=512, length=32)
+        return load_calibration(settings, "gptq", source.tokenizer, 128)
+
+    start = source.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert any(start in piece for piece in tokens("chat").pieces)
+    assert not any(start in piece for piece in tokens(None).pieces)
+    assert tokens("chat").digest != tokens(None).digest
+
+
+def test_a_dequantised_source_is_told(bench, source, capsys):
+    """And that settings which suit its grid say little."""
+    write(plan(RTN(4, 32), source, torch.float32, NATIVE), bench.root / "first")
+    copy = open_source(ModelSpec(path=str(bench.root / "first")))
+    plain = bench.root / "plain"
+    plain.mkdir()
+    save_file({n: copy.tensors()[n].contiguous() for n in copy.tensors()}, plain / "model.safetensors")
+    config = json.loads((bench.root / "first" / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    copy.tokenizer.save_pretrained(plain)
+    assert quantize(bench, f"model.path={plain}", "quantization=rtn", "quantization.group_size=32") == 0
+    out = capsys.readouterr().out
+    assert (
+        "warning: plain is itself dequantised: 14 of 14 layers looked at lie on grids of 4 bits in groups of 32" in out
+    )
+    assert "these settings are as fine" in out
+    assert quantize(bench, f"model.path={plain}", "quantization=rtn", "quantization.bits=3", output="b") == 0
+    out = capsys.readouterr().out
+    assert "is itself dequantised" in out
+    assert "these settings are as fine" not in out
+
+
+def test_overrides_are_found(bench, calibration, capsys):
+    """By what they recover per byte, within the budget; measured as a whole; given back as a file."""
+    auto = ["quantization.overrides=auto", "quantize.tokens=128", "quantize.parts=2", "quantization.bits=3"]
+    assert quantize(bench, *calibrated(calibration), *auto) == 0
+    assert "chosen" in capsys.readouterr().out
+    folder = bench.root / "copy"
+    found = json.loads((folder / "overrides.json").read_text())
+    gains = [unit["recovered"] / unit["more"] for unit in found["units"]]
+    assert gains == sorted(gains, reverse=True)
+    assert len(found["units"]) == 14
+    uniform, finer, chosen = found["trials"]
+    assert uniform["nbytes"] < chosen["nbytes"] <= finer["nbytes"]
+    assert chosen["kl"] < uniform["kl"] == found["kl"]
+    assert chosen["nbytes"] == uniform["nbytes"] + sum(unit["more"] for unit in found["taken"])
+    overrides = yaml.safe_load((folder / "overrides.yaml").read_text())
+    assert set(overrides) == {name for unit in found["taken"] for name in unit["layers"]}
+    again = [f"quantization.overrides={folder / 'overrides.yaml'}", "quantization.bits=3"]
+    assert quantize(bench, *calibrated(calibration), *again, output="again") == 0
+    blocks = [f"block-{i:05d}.safetensors" for i in range(2)]
+    assert all((folder / name).read_bytes() == (bench.root / "again" / name).read_bytes() for name in blocks)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["quantization=rtn", "quantization.overrides=auto"],
+            "=auto compares outputs on a text: name it with",
+        ),
+        (["quantization=int8", "quantization.overrides=auto"], "gives layers 8 bits: take a quantiser with bits below"),
+        (["quantization=rtn", "quantization.overrides=nothing.yaml"], "quantization.overrides=nothing.yaml cannot be"),
+        (["quantization=none"], "name how, such as quantization=rtn"),
+    ],
+)
+def test_a_mistake_is_a_line(bench, words, line, capsys):
+    assert quantize(bench, *words) == 2
+    assert line in told(capsys)
+
+
+def test_a_budget_below_all_layers_is_refused(bench, calibration, capsys):
+    auto = ["quantization.overrides=auto", "quantize.tokens=128", "quantize.budget=4.1"]
+    assert quantize(bench, *calibrated(calibration), *auto) == 2
+    assert "quantize.budget=4.1 is less than the 5.500 bits a weight" in told(capsys)
