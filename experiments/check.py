@@ -8,9 +8,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..attention.picture import picture
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings, Needs
 from ..decoding.law import LawSettings
+from ..decoding.model.config import ModelConfig
 from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
@@ -76,6 +78,8 @@ def check(config: RunConfig) -> int:
     else:
         rows["dtype"] = f"{str(dtype).removeprefix('torch.')} ({why})"
         rows["device"] = f"{device} ({describe_device(device)})"
+        if isinstance(target, Source):
+            rows["attention"] = _layout(config, target, dtype)
         if look.quantising is not None:
             rows["quantization"] = str(look.quantising)
         if config.target is not None:
@@ -165,6 +169,13 @@ def _model(source: Source) -> str:
     config = source.config
     shape = f"{config.model_type}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size:,}"
     return f"{source.label}: {shape}, context {config.max_position_embeddings:,}, {size(float(source.bytes))} on disk"
+
+
+def _layout(config: RunConfig, source: Source, dtype: torch.dtype) -> str:
+    """The layers, and what a token of one sequence takes."""
+    model = ModelConfig.from_hf(source.config)
+    layout = config.attention.layout(model.layout, model.heads)
+    return f"{layout.bytes_per_token(dtype.itemsize) / 1024:.1f} KiB a token\n{picture(layout)}"
 
 
 def _drafter(settings: DrafterSettings) -> str:

@@ -216,20 +216,26 @@ def _check(config: "RunConfig") -> int:
 
 
 def _layers(config: "RunConfig") -> int:
+    from .composition import own_attention
     from .layers import layers
 
+    own_attention(config, "layers")
     return layers(config)
 
 
 def _quantize(config: "RunConfig") -> int:
+    from .composition import own_attention
     from .quantise import quantize_job
 
+    own_attention(config, "quantize")
     return quantize_job(config)
 
 
 def _train(config: "RunConfig") -> int:
+    from .composition import own_attention
     from .train import train_job
 
+    own_attention(config, "train")
     return train_job(config)
 
 

@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 import torch
 
+from ..attention.layout import Layout
+from ..attention.options import Native, missing
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.law import LawSettings
+from ..decoding.model.config import ModelConfig
 from ..decoding.model.source import ModelSpec, Source
 from ..decoding.replay import needs_model
 from ..drafting.draft_model import DraftSpec
@@ -49,7 +52,33 @@ def resolve(config: RunConfig, target: Source | None = None, task: Task | None =
     """Whether the parts go together. Without `target`, what needs its tokenizer, config or digest is left out."""
     if config.replay is not None:
         return _replayed(config.drafting, target, task)
-    return resolve_pair(config.drafting, config.acceptance, target, task)
+    found = resolve_pair(config.drafting, config.acceptance, target, task)
+    try:
+        if target is not None:
+            layout_of(config, target)
+    except UserError as error:
+        reasons = (*(found.reasons if found.verdict == "refused" else ()), str(error))
+        return replace(found, verdict="refused", reasons=reasons)
+    return found
+
+
+def layout_of(config: RunConfig, target: Source) -> Layout | None:
+    """How the target keeps keys and values; None: as it has them. Refuses what is not carried out yet."""
+    model = ModelConfig.from_hf(target.config)
+    layout = config.attention.layout(model.layout, model.heads)
+    if layout == model.layout:
+        return None
+    if (reason := missing(layout, model.layout)) is not None:
+        raise UserError(f"attention: {reason}; decodelab plan does its arithmetic")
+    if config.compare_hf:
+        raise UserError("compare_hf=true compares the model's own attention alone: leave it out, or attention=native")
+    return layout
+
+
+def own_attention(config: RunConfig, job: str) -> None:
+    """Refuses another one in a job that knows none."""
+    if not isinstance(config.attention, Native):
+        raise UserError(f"{job} is of the model's own attention: leave attention out")
 
 
 def _replayed(drafting: DrafterSettings, target: Source | None, task: Task | None) -> Composition:

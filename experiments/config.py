@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ..attention.options import Attention, Native
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.model.source import ModelSpec
@@ -66,6 +67,7 @@ class RunConfig:
     task: TaskSettings
     quality: QualitySettings = field(default_factory=QualitySettings)
     tracking: Tracking = field(default_factory=Untracked)
+    attention: Attention = field(default_factory=Native)
     quantization: Quantiser | AsStored = field(default_factory=AsStored)
     format: str = "native"
     target: str | None = None
@@ -124,6 +126,7 @@ class RunConfig:
             "compare_hf": self.compare_hf,
             "profile": self.profile,
             f"batch={self.batch}": self.batch > 1,
+            "attention": not isinstance(self.attention, Native),
         }
         for key, given in asked.items():
             if given:

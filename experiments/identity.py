@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from ..attention.layout import Layout
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
 from ..quantization.formats import NATIVE
-from .composition import resolve_device, resolve_dtype
+from .composition import layout_of, resolve_device, resolve_dtype
 from .config import RunConfig
 from .lab import Progress, draft_digest
 from .overlap import Marks, Overlap
@@ -25,8 +26,8 @@ from .tasks import Task, load_task
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`. A replay has a recording,
-    and no source but to read its texts."""
+    """What a run is before any weight is loaded. `key` is a hash of `resolved` and `digests`. `layout`: of keys and
+    values, None for the model's own. A replay has a recording, and no source but to read its texts."""
 
     source: Source | None
     task: Task | None
@@ -39,6 +40,7 @@ class Identity:
     key: str
     recording: Recording | None = None
     quantising: Quantising | None = None
+    layout: Layout | None = None
 
     def target(self, progress: Progress | None = None) -> Source:
         """What is decoded: the model, or its quantised copy, which is made where it is not there."""
@@ -91,6 +93,7 @@ def identify(
     source = opened(config.model)
     if config.format != NATIVE.title:
         raise UserError(f"format={config.format} is of the job quantize, whose folder is then named as model.path")
+    layout = layout_of(config, source)
     quantising = planned(config, source, dtype)
     digests = {
         "weights": source.digest,
@@ -110,7 +113,9 @@ def identify(
     label = source.label if quantising is None else quantising.label
     slug = f"{drafter_name(config)}-{label}".replace("/", "_")
     key = run_key(resolved, digests)
-    return Identity(source, task, device, dtype, why, digests, resolved, slug, key, quantising=quantising)
+    return Identity(
+        source, task, device, dtype, why, digests, resolved, slug, key, quantising=quantising, layout=layout
+    )
 
 
 def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec], Source], speed: bool) -> Identity:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..attention.layout import Layout
 from ..decoding import loop, reference
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import Drafter, DrafterSettings, ReadsFiles, Remembers, Resources
@@ -105,28 +106,34 @@ class Baseline:
 
 @dataclass(slots=True)
 class Warm:
-    """What a worker keeps from cell to cell: the target loaded last, so that the next cell over the same weights, dtype
-    and device loads nothing, and the baselines that it timed, each by a digest of all that it depends on."""
+    """What a worker keeps from cell to cell: the target loaded last, so that the next cell over the same weights, with
+    the same dtype, device and layout, loads nothing, and the baselines that it timed, each by a digest of all that it
+    depends on."""
 
-    loaded: tuple[tuple[str, torch.dtype, torch.device], Decoder] | None = None
+    loaded: tuple[tuple[str, torch.dtype, torch.device, Layout | None], Decoder] | None = None
     baselines: dict[str, Baseline] = field(default_factory=dict)
 
     def target(
-        self, source: Source, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        layout: Layout | None = None,
     ) -> Decoder:
-        if self.loaded is None or not self.holds(source, dtype, device):
+        if self.loaded is None or not self.holds(source, dtype, device, layout):
             self.loaded = None  # before the next one is there
-            decoder = load_decoder(source, dtype=dtype, device=device, progress=progress)
-            self.loaded = (source.digest, dtype, device), decoder
+            decoder = load_decoder(source, dtype=dtype, device=device, layout=layout, progress=progress)
+            self.loaded = (source.digest, dtype, device, layout), decoder
         return self.loaded[1]
 
     def forget(self) -> None:
         """The target goes, as soon as nobody else has it."""
         self.loaded = None
 
-    def holds(self, source: Source, dtype: torch.dtype, device: torch.device) -> bool:
+    def holds(self, source: Source, dtype: torch.dtype, device: torch.device, layout: Layout | None = None) -> bool:
         """Whether this target is in memory."""
-        return self.loaded is not None and self.loaded[0] == (source.digest, dtype, device)
+        return self.loaded is not None and self.loaded[0] == (source.digest, dtype, device, layout)
 
 
 def build_lab(

@@ -135,12 +135,12 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 )
 
             try:
-                held = warm.holds(source, dtype, device)
+                held = warm.holds(source, dtype, device, what.layout)
                 if not held:
                     warm.forget()
                 plan = Plan.of(source, config.drafting, dtype, device, compares=config.compare_hf and speed, held=held)
                 plan.check()
-                target = warm.target(source, dtype, device, watch.step)
+                target = warm.target(source, dtype, device, watch.step, what.layout)
                 lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
                 hf = _peer(config, source, dtype, device) if plan.compares and not plan.apart else None
                 if what.task is not None:

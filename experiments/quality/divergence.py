@@ -89,7 +89,7 @@ def _floor(lm: "DecodelabLM", made: Recorded, progress: Progress) -> dict[str, A
         )
         return None
     every = -(-sum(gold.tokens for gold in made.golds) // FLOOR)
-    twin = load_decoder(lab.source, dtype=other, device=device, progress=progress)
+    twin = load_decoder(lab.source, dtype=other, device=device, layout=lab.target.config.layout, progress=progress)
     led = lead(lm.beside(twin), made, {gold.key for gold in made.golds[::every]}, progress)
     kl, flips = (np.concatenate([getattr(one, name) for one in led]) for name in ("kl", "flips"))
     return {

@@ -162,7 +162,7 @@ def test_long_chains_have_no_mask() -> None:
     assert place.positions.tolist() == list(range(n, 2 * n))
 
 
-@pytest.mark.parametrize("layer", [{"sink": 4}, {"bits": 4}])
+@pytest.mark.parametrize("layer", [{"sink": 4, "window": 8}, {"bits": 4}])
 def test_a_dense_cache_refuses_what_it_would_ignore(layer: dict[str, int]) -> None:
     layout = Layout((LayerKV(0, 1, **layer),), 4)
     with pytest.raises(ValueError, match="a dense cache keeps neither"):

@@ -20,9 +20,9 @@ from decodelab.experiments.tasks import TaskSettings
 SHIPPED = Composer()  # reads each YAML once
 OPTIONS = [(group, option) for group, options in groups().items() if group != "experiment" for option in options]
 TOP = (
-    "model, drafting, acceptance, task, quality, tracking, quantization, format, target, dtype, device, threads, seed, "
-    "batch, timing, profile, compare_hf, replay, tasks, against, output, cell, stop_after_failures, budget_hours, rerun, "
-    "sweep, search, layers, quantize, train, trusted"
+    "model, drafting, acceptance, task, quality, tracking, attention, quantization, format, target, dtype, device, "
+    "threads, seed, batch, timing, profile, compare_hf, replay, tasks, against, output, cell, stop_after_failures, "
+    "budget_hours, rerun, sweep, search, layers, quantize, train, trusted"
 )
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
 MODELS = ", ".join(groups()["model"])
@@ -132,7 +132,7 @@ def test_interpolations_are_resolved():
     [
         # unknown keys, groups and options
         (["sede=3"], f"sede is unknown: did you mean seed? a run has {TOP}"),
-        (["attention=gqa"], f"attention is unknown: a run has {TOP}"),
+        (["attentions=gqa"], f"attentions is unknown: did you mean attention? a run has {TOP}"),
         (["hydra.sweep.dir=x"], f"hydra is unknown: a run has {TOP}"),
         (["resolved={}"], f"resolved is unknown: a run has {TOP}"),
         (
