@@ -21,7 +21,7 @@ from .config import RunConfig
 from .format import counted, size
 from .hardware import describe_device
 from .quality.evaluate import check_quality
-from .quantise import Quantising, planned
+from .quantise import Quantising, as_read, kept_blocks, planned
 from .replay import Recording, open_recording
 from .sweep.grid import Cell
 from .targets import describe
@@ -65,6 +65,7 @@ def check(config: RunConfig) -> int:
     dtype, why = resolve_dtype(config.dtype, device)
     look = _look(config, _opened, _task)
     target, absent, task, composition = look.target, look.absent, look.task, look.composition
+    kept = kept_blocks(target) if isinstance(target, Source) else None
     to_fetch = list(absent)
 
     table = Table.grid(padding=(0, 2))
@@ -82,6 +83,8 @@ def check(config: RunConfig) -> int:
             rows["attention"] = _layout(config, target, dtype)
         if look.quantising is not None:
             rows["quantization"] = str(look.quantising)
+        if kept is not None:
+            rows["quantization"] = kept["settings"]
         if config.target is not None:
             rows[config.target] = describe(config.target, look.quantising)
         rows["drafting"] = _drafter(config.drafting)
@@ -95,7 +98,7 @@ def check(config: RunConfig) -> int:
     for name, text in rows.items():
         table.add_row(name, text)
     Console(markup=False, highlight=False).print(table)
-    doubts = () if look.quantising is None else look.quantising.warnings
+    doubts = look.quantising.warnings if look.quantising is not None else () if kept is None else kept["warnings"]
     for warning in [*composition.warnings, *doubts, *filter(None, [unused_gpu()])]:
         print(f"warning: {warning}")
     if absent:
@@ -141,6 +144,7 @@ def _look(
         known = reader if isinstance(reader, Source) else None
         return _Look(reader, absent, recording.task, resolve(config, known, recording.task), recording)
     target, *drafts = [opened(spec) for spec in (config.model, *draft_models(config.drafting))]
+    target = as_read(config, target) if isinstance(target, Source) else target
     absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
     task = loaded(config.task)
     check_quality(config, target if isinstance(target, Source) else None)

@@ -18,7 +18,7 @@ from .config import RunConfig
 from .lab import Progress, draft_digest
 from .overlap import Marks, Overlap
 from .quality.evaluate import quality_digest
-from .quantise import READ, REPORT, Quantising, copy_of, planned
+from .quantise import READ, REPORT, Quantising, as_read, copy_of, kept_blocks, planned
 from .replay import Recording, open_recording
 from .result import run_key
 from .tasks import Task, load_task
@@ -53,8 +53,9 @@ class Identity:
         made = self.quantising
         path = self.resolved["model"]["path"] if made is None else copy_of(made).path
         file = Path(path or "").expanduser() / REPORT
+        kept = None if self.source is None else kept_blocks(self.source)
         if not file.is_file():
-            return None
+            return kept
         known = json.loads(file.read_text(encoding="utf-8"))
         return {key: known.get(key) for key in ("kind", "settings", "calibration", "source", "warnings")}
 
@@ -90,7 +91,7 @@ def identify(
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
     task = load_task(config.task) if speed else None
-    source = opened(config.model)
+    source = as_read(config, opened(config.model))
     if config.format != NATIVE.title:
         raise UserError(f"format={config.format} is of the job quantize, whose folder is then named as model.path")
     layout = layout_of(config, source)

@@ -24,6 +24,8 @@ from ..errors import UserError
 from ..quantization.codes import Scheme
 from ..quantization.dequantised import most_common, stored_grid
 from ..quantization.formats import WRITTEN, Format
+from ..quantization.formats.gguf import GGUFBlocks
+from ..quantization.gguf import GGUF
 from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser, check_overrides, deciding, settings_of
 from ..quantization.sequential import Report, quantise
@@ -72,7 +74,7 @@ class Quantising:
     @property
     def label(self) -> str:
         about: Any = self.settings
-        bits, group = getattr(about, "bits", ""), getattr(about, "group_size", "")
+        bits, group = getattr(about, "bits", getattr(about, "type", "")), getattr(about, "group_size", "")
         return f"{self.source.label}-{self.settings.kind}-{bits}" + (f"g{group}" if group not in ("", -1) else "")
 
 
@@ -344,14 +346,37 @@ def _calibration(plan: Quantising) -> dict[str, Any] | None:
 def planned(config: RunConfig, source: Source, dtype: torch.dtype) -> Quantising | None:
     """None where the model is decoded as it is stored."""
     form = written_format(config.format)
-    if isinstance(config.quantization, AsStored):
+    if isinstance(config.quantization, AsStored) or keeps_blocks(config):
         return None
     return plan(config.quantization, source, dtype, form, config.quantize.least)
 
 
+def keeps_blocks(config: RunConfig) -> bool:
+    return isinstance(config.quantization, GGUF) and config.quantization.type is None
+
+
+def as_read(config: RunConfig, source: Source) -> Source:
+    """The model, its layers packed as its GGUF file has them if that is asked for."""
+    from ..decoding.model.packed import packed
+
+    return packed(source) if keeps_blocks(config) else source
+
+
+def kept_blocks(source: Source) -> dict[str, Any] | None:
+    """For the record of a run: what is packed as the file has it; None if nothing is."""
+    from ..decoding.model.packed import layer_types, told
+
+    if source.file is None or not source.codes:
+        return None
+    kept, left = told(layer_types(source))
+    about = {"label": source.label, "digest": source.origin}
+    warnings = [] if left is None else [left]
+    return {"kind": GGUF.kind, "settings": kept, "calibration": None, "source": about, "warnings": warnings}
+
+
 def target_of(config: RunConfig, dtype: torch.dtype, progress: Progress | None = None) -> Source:
     """What is decoded: the model, or its quantised copy, which is made where it is not there."""
-    source = open_source(config.model, progress)
+    source = as_read(config, open_source(config.model, progress))
     made = planned(config, source, dtype)
     return source if made is None else open_source(copy_of(made, progress), progress)
 
@@ -364,6 +389,7 @@ def written_format(name: str) -> Format:
 
 def quantize_job(config: RunConfig) -> int:
     """A folder that model.path=DIR loads."""
+    from .gguf_export import export
     from .overrides import search
     from .quantise_table import read_record, show
 
@@ -372,6 +398,10 @@ def quantize_job(config: RunConfig) -> int:
     if config.output is None or not config.output.strip():
         raise UserError("quantize writes a folder: name it with output=DIR")
     folder, form = Path(config.output).expanduser(), written_format(config.format)
+    if form.title == GGUFBlocks.title and config.quantization.overrides == AUTO:
+        raise UserError(
+            "overrides=auto is not of format=gguf: find them with format=native, and name the file it writes"
+        )
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
     if (folder / INDEX).is_file():
         raise UserError(f"{folder} holds a model already: name another output")
@@ -381,7 +411,8 @@ def quantize_job(config: RunConfig) -> int:
         if settings.overrides == AUTO:
             chosen = search(settings, source, dtype, form, config.quantize, watch.step)
             settings = chosen.settings
-        write(plan(settings, source, dtype, form, config.quantize.least), folder, watch.step)
+        made = plan(settings, source, dtype, form, config.quantize.least)
+        (export if form.title == GGUFBlocks.title else write)(made, folder, watch.step)
         if chosen is not None:
             chosen = chosen.verified(folder)
     show(folder, read_record(folder, REPORT), chosen)

@@ -13,7 +13,7 @@ from ..errors import UserError
 from .codes import Codes, Scheme
 
 SAMPLE = 512  # rows of a layer's input that are kept as they are
-OVERRIDABLE = ("bits", "group_size", "symmetric", "clip")
+OVERRIDABLE = ("bits", "group_size", "symmetric", "clip", "type")
 Overrides = Mapping[str, Any] | str  # by patterns of names; a file of them; auto: looked for by the job quantize
 
 

@@ -43,7 +43,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_FREQS = "rope_freqs.weight"  # factors that Llama 3 scales its frequencies by: read into the config
+ROPE_FREQS = "rope_freqs.weight"  # factors that Llama 3 scales its frequencies by: read into the config
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -72,8 +72,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """`types`: of each field, GGUF's number for its type, and for that of its items."""
+
     path: Path
     fields: dict[str, Any]
+    types: dict[str, tuple[int, int | None]]
     tensors: dict[str, Entry]
 
     @property
@@ -101,10 +104,12 @@ def read_header(path: Path) -> Header:
         version, count, pairs = reader.take("IQQ")
         if version not in (2, 3):
             raise UserError(f"{path} is GGUF version {version}, but 2 and 3 (little-endian) are read: convert it again")
-        fields = {}
+        fields, types = {}, {}
         for _ in range(pairs):
             key = reader.string()
-            fields[key] = reader.value(*reader.take("I"))
+            (kind,) = reader.take("I")
+            types[key] = kind, reader.peek("I")[0] if kind == _ARRAY else None
+            fields[key] = reader.value(kind)
         table = []
         for _ in range(count):
             name = reader.string()
@@ -130,7 +135,7 @@ def read_header(path: Path) -> Header:
         if (end := entry.start + entry.nbytes) > size:
             raise UserError(f"{path} is truncated: {name} ends at byte {end:,} of {size:,}; fetch it again")
         tensors[name] = entry
-    return Header(path, fields, tensors)
+    return Header(path, fields, types, tensors)
 
 
 class _Reader:
@@ -148,6 +153,12 @@ class _Reader:
 
     def take(self, form: str) -> tuple[Any, ...]:
         return struct.unpack_from("<" + form, self.data, self._reserve(struct.calcsize("<" + form)))
+
+    def peek(self, form: str) -> tuple[Any, ...]:
+        at = self.at
+        found = self.take(form)
+        self.at = at
+        return found
 
     def string(self) -> str:
         (size,) = self.take("Q")
@@ -184,7 +195,7 @@ def unpack(path: Path, digest: str) -> Path:
             StrictDataclassError,
         ) as error:  # a number of another type or size
             raise UserError(f"{path}: its header describes no model ({first_line(error)}); fetch it again") from error
-        tokenizer = _read_tokenizer(header)
+        tokenizer = read_tokenizer(header)
         with atomic_folder(folder) as new:
             config.save_pretrained(new)
             tokenizer.save_pretrained(new)
@@ -203,7 +214,7 @@ def read_config(header: Header) -> PretrainedConfig:
         if header.get(key, 0):
             raise UserError(f"{path}: {kind}.{key}={header.get(key)} is not supported in a GGUF file: {_INSTEAD}")
     for name in header.tensors:
-        if _translate(name) is None and name != _ROPE_FREQS:
+        if translate(name) is None and name != ROPE_FREQS:
             raise UserError(f"{path} holds {name}, which no dense {kind} has: {_INSTEAD}")
     if "token_embd.weight" not in header.tensors:
         raise UserError(f"{path} has no tensor token_embd.weight: it holds no whole model")
@@ -233,9 +244,9 @@ def read_config(header: Header) -> PretrainedConfig:
         "dtype": "float32",
     }
     config = AutoConfig.for_model(kind, **values)
-    if _ROPE_FREQS in header.tensors:
+    if ROPE_FREQS in header.tensors:
         config = _with_llama3_rope(header, values, config)
-    shapes = {translated: header.tensors[name].shape for name, translated in _names(header).items()}
+    shapes = {translated: header.tensors[name].shape for name, translated in names_of(header).items()}
     model = ModelConfig.from_hf(config)
     check_shapes(model, shapes, str(path))
     if unused := sorted(set(shapes) - set(shapes_of(model))):
@@ -271,7 +282,7 @@ def _rope(header: Header) -> dict[str, Any]:
 def _with_llama3_rope(header: Header, values: dict[str, Any], plain: PretrainedConfig) -> PretrainedConfig:
     """Llama 3's files hold the factors of its RoPE scaling but not what they were computed from: 8192, 1 and 4, in all
     the models published. Accepted if these give the same factors."""
-    factors = _dequantised(header, _ROPE_FREQS)
+    factors = dequantised(header, ROPE_FREQS)
     if (factors == 1).all():
         return plain
     scaling = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -279,7 +290,7 @@ def _with_llama3_rope(header: Header, values: dict[str, Any], plain: PretrainedC
     config = AutoConfig.for_model(header.architecture, **values | {"rope_parameters": _rope(header) | scaling})
     ratio = np.array(ModelConfig.from_hf(plain).inv_freq) / np.array(ModelConfig.from_hf(config).inv_freq)
     if ratio.shape != factors.shape or not np.allclose(ratio, factors, rtol=1e-4):
-        raise UserError(f"{header.path}: the factors in {_ROPE_FREQS} are not Llama 3's: {_INSTEAD}")
+        raise UserError(f"{header.path}: the factors in {ROPE_FREQS} are not Llama 3's: {_INSTEAD}")
     return config
 
 
@@ -291,7 +302,7 @@ def _end_ids(header: Header) -> list[int]:
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _read_tokenizer(header: Header) -> PreTrainedTokenizerBase:
+def read_tokenizer(header: Header) -> PreTrainedTokenizerBase:
     """transformers' own conversion, mended where it departs from the published tokenizers."""
     path, fields = header.path, header.fields
     kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
@@ -332,7 +343,7 @@ def dequantise(path: Path, folder: Path, progress: Progress | None = None) -> Pa
     import gguf
 
     header = read_header(path)
-    names = _names(header)
+    names = names_of(header)
     kinds = {name: gguf.GGMLQuantizationType(header.tensors[name].kind).name for name in names}
     dtypes = {name: kind if kind in ("F16", "BF16") else "F32" for name, kind in kinds.items()}
     table: dict[str, dict[str, Any]] = {}
@@ -348,23 +359,23 @@ def dequantise(path: Path, folder: Path, progress: Progress | None = None) -> Pa
     with atomic_file(out, 8 + len(head) + total) as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for name, entry in table.items():
-            file.write(np.ascontiguousarray(_dequantised(header, name)).view(np.uint8).data)
+            file.write(np.ascontiguousarray(dequantised(header, name)).view(np.uint8).data)
             if progress is not None:
                 progress(f"dequantising {path.name}", entry["data_offsets"][1], total)
     return out
 
 
-def _names(header: Header) -> dict[str, str]:
+def names_of(header: Header) -> dict[str, str]:
     """transformers' name of each tensor that has one."""
-    return {name: translated for name in header.tensors if (translated := _translate(name)) is not None}
+    return {name: translated for name in header.tensors if (translated := translate(name)) is not None}
 
 
-def _dequantised(header: Header, name: str) -> np.ndarray:
+def dequantised(header: Header, name: str) -> np.ndarray:
     """One tensor, rows of q and k in transformers' order; bfloat16 as its bits."""
     import gguf
 
     entry, kind = header.tensors[name], gguf.GGMLQuantizationType(header.tensors[name].kind)
-    data = np.memmap(header.path, np.uint8, "r", entry.start, (entry.nbytes,))
+    data = stored_bytes(header, name)
     plain = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(kind.name)
     if plain is not None:
         values = data.view(plain)
@@ -376,19 +387,45 @@ def _dequantised(header: Header, name: str) -> np.ndarray:
                 f"{header.path} has {name} in type {kind.name}, which is not dequantised: {_INSTEAD}"
             ) from None
     values = values.reshape(entry.shape)
-    if header.architecture in _PERMUTED and re.search(r"\.attn_[qk]\.", name):
-        heads = header.get("attention.head_count")
-        if ".attn_k." in name:
-            heads = header.get("attention.head_count_kv", heads)
-        # [head, half, 2] → [head, 2, half]
-        values = values.reshape(heads, -1, 2, *entry.shape[1:]).swapaxes(1, 2).reshape(entry.shape)
-    return values
+    order = row_order(header, name)
+    return values if order is None else values[order]
 
 
-def _translate(name: str) -> str | None:
+def stored_bytes(header: Header, name: str) -> np.ndarray:
+    """Of one tensor, as they are."""
+    entry = header.tensors[name]
+    return np.memmap(header.path, np.uint8, "r", entry.start, (entry.nbytes,))
+
+
+def row_order(header: Header, name: str) -> np.ndarray | None:
+    """Which row of a stored tensor is each of transformers' rows; None where they are the same."""
+    heads = header.get("attention.head_count")
+    kv_heads = header.get("attention.head_count_kv", heads)
+    return permutation(header.architecture, name, heads, kv_heads, header.tensors[name].shape[0])
+
+
+def permutation(architecture: str, name: str, heads: int, kv_heads: int, rows: int) -> np.ndarray | None:
+    match = re.search(r"\.attn_([qk])\.", name)
+    if match is None or architecture not in _PERMUTED:
+        return None
+    # [head, half, 2] → [head, 2, half]
+    return np.arange(rows).reshape(heads if match[1] == "q" else kv_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+def translate(name: str) -> str | None:
     """transformers' name of a tensor; None where there is none."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, suffix = match.groups()
         return f"model.layers.{layer}.{_LAYER[part]}.{suffix}" if part in _LAYER else None
     stem, _, suffix = name.rpartition(".")
     return f"{_GLOBAL[stem]}.{suffix}" if stem in _GLOBAL else None
+
+
+def stored_name(name: str) -> str:
+    """The name in a file of one of transformers' tensors."""
+    stem, _, suffix = name.rpartition(".")
+    stems = {theirs: ours for ours, theirs in _GLOBAL.items()}
+    if stem in stems:
+        return f"{stems[stem]}.{suffix}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{next(ours for ours, theirs in _LAYER.items() if theirs == part)}.{suffix}"

@@ -39,7 +39,8 @@ class ModelSpec:
 class Source:
     """A model, all but its weights. `digest` is the sha256 of the stored weights and the adapter, `bytes` their size on
     disk, `eos_ids` what generation_config.json says, else config.json, else the tokenizer. `codes`: of the layers that
-    are quantised, each read when it is asked for; `origin`: the digest of the weights that they were made from."""
+    are quantised, each read when it is asked for; `origin`: the digest of the weights that they were made from;
+    `file`: the GGUF file that all of it is read from."""
 
     label: str
     config: "transformers.PretrainedConfig"
@@ -50,6 +51,7 @@ class Source:
     _read: Callable[[Progress | None], Mapping[str, "torch.Tensor"]] = field(repr=False, compare=False)
     codes: Mapping[str, "Codes"] = field(default_factory=dict, repr=False, compare=False)
     origin: str | None = None
+    file: Path | None = field(default=None, repr=False, compare=False)
 
     def tensors(self, progress: Progress | None = None) -> Mapping[str, "torch.Tensor"]:
         """Tensors by transformers' parameter names, each read when it is asked for, in the dtype it is stored in; a
@@ -83,6 +85,7 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
     from .weights import Stored, StoredTensors, check_shapes, read_headers, read_table, shapes_of, weight_files
 
     label, path = _locate(spec, progress, fetch)
+    path = _inside(path)
     files = [path] if path.is_file() else []
     folder = unpack(path, file_digest(path)) if files else path
     config = _read_config(folder)
@@ -123,6 +126,7 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
         _read=read,
         codes=codes,
         origin=origin,
+        file=path if table is None and adapter is None else None,
     )
 
 
@@ -148,6 +152,12 @@ def _locate(spec: ModelSpec, progress: Progress | None, fetch: bool) -> tuple[st
     if stored.is_file() and spec.revision is None:
         return name, stored
     return name, _find(preset.path, spec.revision or preset.revision, fetch)
+
+
+def _inside(path: Path) -> Path:
+    """A folder that holds one GGUF file and no other model is that file."""
+    files = [] if path.is_file() or (path / "config.json").is_file() else list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else path
 
 
 def _find(given: str, revision: str | None, fetch: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Path:

@@ -83,6 +83,20 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def quantised(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """By the gguf package; in types that it does not quantise to, blocks of whatever bits, their scales moderate."""
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        rows, blocks = values.shape[0], values.shape[1] // columns
+        raw = np.random.default_rng(0).integers(0, 256, (rows, blocks, nbytes), dtype=np.uint8)
+        at = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}[kind.name]
+        for half in at:
+            raw[..., half : half + 2] = np.array([1e-4], np.float16).view(np.uint8)
+        return raw.reshape(rows, -1)
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
@@ -139,11 +153,11 @@ def write_gguf(
         if values is None:
             continue
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-        turned = permuted(values, heads) if heads and arch in ("llama", "smollm3") else values
         kind = kind_of(name)
-        raw = gguf.quantize(turned, kind)
-        writer.add_tensor(name, raw, raw_dtype=kind)
-        meant[name] = gguf.dequantize(gguf.quantize(values, kind), kind)  # rows are quantised one by one
+        raw = quantised(values, kind)  # rows are quantised one by one
+        turned = permuted(raw, heads) if heads and arch in ("llama", "smollm3") else raw
+        writer.add_tensor(name, turned, raw_dtype=kind)
+        meant[name] = gguf.dequantize(raw, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -137,6 +137,8 @@ def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) ->
     (folder / "config.json").rename(folder / "kept")
     refused(r"tiny has no config.json: give a folder that save_pretrained wrote", folder)
     (folder / "tiny.gguf").write_bytes(b"GGUF")
+    refused(r"tiny/tiny.gguf is no GGUF file: 4 bytes are less than a header", folder)
+    (folder / "tiny2.gguf").write_bytes(b"GGUF")
     refused(r"tiny has no config.json: give the file .*tiny/tiny.gguf", folder)
     (folder / "config.json").write_text('{"model_type": "llama", ')
     refused(r"config.json is not JSON \(.*\): download it again", folder)
