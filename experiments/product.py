@@ -63,7 +63,7 @@ def product(config: RunConfig, source: Source, teacher: Decoder, folder: Path) -
         return 0
     reference, mine = folder / "teacher", folder / "student"
     plain = replace(config, against=None, output=str(reference), tracking=Untracked())
-    warm = Warm(((source.digest, teacher.dtype, teacher.device), teacher))
+    warm = Warm(((source.digest, teacher.dtype, teacher.device, None), teacher))
     if code := _examined(plain, warm, console):
         return code
     named = {"name": None, "path": str(folder), "revision": None, "adapter": None}

@@ -5,7 +5,7 @@ any group (act-order). With an integer `zero`, w = scale · (code − zero), as 
 with a `shift`, w = scale · code + shift, as HQQ and GGUF do: these are different quantisers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,15 +91,16 @@ class Codes:
 
     def rows(self, start: int, stop: int) -> "Codes":
         """Output rows start … stop − 1."""
-        parts = {
-            name: None if (part := getattr(self, name)) is None else part[start:stop]
-            for name in ("codes", "scale", "zero", "shift")
-        }
-        return replace(self, **parts)
+        return self._each(lambda part: part[start:stop])
 
     def to(self, device: torch.device | str) -> "Codes":
-        names = ("codes", "scale", "zero", "shift", "groups")
-        return replace(self, **{n: None if (part := getattr(self, n)) is None else part.to(device) for n in names})
+        moved = self._each(lambda part: part.to(device))
+        return moved if self.groups is None else replace(moved, groups=self.groups.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Codes":
+        """With all that has a row for each output changed alike."""
+        zero, shift = (None if part is None else change(part) for part in (self.zero, self.shift))
+        return replace(self, codes=change(self.codes), scale=change(self.scale), zero=zero, shift=shift)
 
 
 def alike(parts: Sequence[Codes]) -> bool:
@@ -116,13 +117,14 @@ def alike(parts: Sequence[Codes]) -> bool:
 def stacked(parts: Sequence[Codes]) -> Codes:
     """One above the other: layers that read the same input as one layer. They must be `alike`."""
     assert alike(parts)
-
-    def joined(name: str) -> Tensor | None:
-        each = [getattr(part, name) for part in parts]
-        return None if each[0] is None else torch.cat(each)
-
-    names = ("codes", "scale", "zero", "shift")
-    return replace(parts[0], **{name: joined(name) for name in names})
+    zeros, shifts = ([part for c in parts if (part := getattr(c, n)) is not None] for n in ("zero", "shift"))
+    return replace(
+        parts[0],
+        codes=torch.cat([c.codes for c in parts]),
+        scale=torch.cat([c.scale for c in parts]),
+        zero=torch.cat(zeros) if zeros else None,
+        shift=torch.cat(shifts) if shifts else None,
+    )
 
 
 def pack(codes: UInt8[Tensor, "N K"], bits: int) -> UInt8[Tensor, "N B"]:

@@ -21,7 +21,7 @@ def read_quantised(folder: Path, table: Mapping[str, Stored]) -> tuple[Mapping[s
     if not config:
         return {}, None
     method = config.get("quant_method") if isinstance(config, Mapping) else config
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise UserError(
             f"{folder} holds weights quantised by {method}, which are not read; read are {', '.join(FORMATS)}: "
             "give the unquantised model"
