@@ -16,20 +16,19 @@ from .gguf import Header, dequantised, names_of, read_header, row_order, stored_
 from .source import Source
 from .storage import Progress
 
-_NO_TABLE = "model.embed_tokens"  # is looked up row by row, not multiplied with
+_TABLE = "model.embed_tokens"  # is looked up row by row, not multiplied with
 
 
 def packed(source: Source) -> Source:
     """The same model with the codes that its GGUF file holds, and all else of it read from there, tensor by tensor: the
     cache is not used. Its `origin` is the file's digest."""
-    kinds = layer_types(source)
+    header = _header(source)
+    kinds = _types(header)
     if not (kept := {layer: kind for layer, kind in kinds.items() if kind in BLOCKS}):
         raise UserError(
             f"{source.label} holds no layer to be kept packed, its types are {', '.join(sorted(set(kinds.values())))} "
             f"and those that can be {', '.join(BLOCKS)}: leave quantization=gguf out"
         )
-    assert source.file is not None
-    header = read_header(source.file)
     names = {translated: name for name, translated in names_of(header).items()}
     shapes = {layer: header.tensors[names[f"{layer}.weight"]].shape for layer in kept}
 
@@ -51,18 +50,25 @@ def packed(source: Source) -> Source:
 
 def layer_types(source: Source) -> dict[str, str]:
     """The ggml type of every linear layer of a GGUF file."""
-    import gguf
+    return _types(_header(source))
 
+
+def _header(source: Source) -> Header:
     if source.file is None:
         raise UserError(
             f"quantization=gguf keeps the layers of a GGUF file packed, and {source.label} is none, or has an adapter: "
             "name quantization.type=Q4_0 (or Q4_1, Q8_0) to make such layers, or another quantization"
         )
-    header = read_header(source.file)
+    return read_header(source.file)
+
+
+def _types(header: Header) -> dict[str, str]:
+    import gguf
+
     return {
         layer: gguf.GGMLQuantizationType(header.tensors[name].kind).name
         for name, translated in names_of(header).items()
-        if len(header.tensors[name].shape) == 2 and (layer := translated.removesuffix(".weight")) != _NO_TABLE
+        if len(header.tensors[name].shape) == 2 and (layer := translated.removesuffix(".weight")) != _TABLE
     }
 
 

@@ -12,6 +12,10 @@ import torch
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
 from decodelab.experiments.cli import main
+from decodelab.experiments.compose import described, groups
+from decodelab.experiments.construct import Constructor
+from decodelab.quantization.gguf import GGUF
+from decodelab.quantization.quantiser import Quantiser
 from decodelab.tests.decoding.model.checkpoints import (
     edit_json,
     gguf_name,
@@ -39,6 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "smollm3": ("smollm3", {}),
 }
+
+
+def test_the_defaults_are_those_of_the_yaml() -> None:
+    settings = Constructor().build(described("quantization", "gguf", groups()["quantization"]), Quantiser, "")
+    assert settings == GGUF()
 
 
 def opened(path: Path) -> Source:
