@@ -102,7 +102,9 @@ def same(target: Decoder, found: list[list[int]], want: list[list[int]]) -> None
 
 CHAINS = ("none", "prompt_lookup", "reference", "draft_model")
 # trees are summed in another order, and in bfloat16 near ties fall differently
-DRAFTERS = (*CHAINS, "layer_skip", "suffix", "token_recycling", "lookahead", "jacobi", "merge")
+DRAFTERS = (
+    *CHAINS, "layer_skip", "suffix", "token_recycling", "lookahead", "jacobi", "merge", "medusa", "eagle"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
