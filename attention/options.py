@@ -21,7 +21,7 @@ with full ones, across what stands between. Character.AI's recipe (MQA, windows 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import UserError
 from .layout import LayerKV, Layout
@@ -55,9 +55,11 @@ class Native:
 class GQA:
     """`kv_heads` in every layer."""
 
-    kv_heads: int
+    kv_heads: int | None = None
 
     def layout(self, native: Layout, heads: int) -> Layout:
+        if self.kv_heads is None:
+            raise UserError("attention=gqa needs a number of KV heads: attention.kv_heads=2")
         return _checked([replace(layer, kv_heads=self.kv_heads) for layer in native.layers], native, heads)
 
 
@@ -140,7 +142,7 @@ class LowBits:
 class Table:
     """`layers`: any table, in one line of the grammar above."""
 
-    layers: str
+    layers: str = "full"
 
     def __post_init__(self) -> None:
         _read(self.layers)
@@ -157,7 +159,8 @@ class Table:
             words = every | pattern[i % given]
             if "window" in words and words["window"] is None and "sinks" not in pattern[i % given]:
                 words["sinks"] = 0  # those behind the bar are of the layers with a window
-            layers.append(replace(own, **{field: words[key] for key, field in _FIELDS.items() if key in words}))
+            said: dict[str, Any] = {field: words[key] for key, field in _FIELDS.items() if key in words}
+            layers.append(replace(own, **said))
             shares.append(None if "owner" in pattern[i % given] else words.get("share"))
         found = _shared(layers, shares)
         for i, words in enumerate(pattern):

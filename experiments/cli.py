@@ -160,8 +160,12 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if words.job is None:
         raise UserError(f"name a job, one of {', '.join(names)}: {USAGE}")
-    composer = Composer(words.config_dirs)
-    cells = expand(words.overrides, composer, multirun=words.multirun)
+    composer, overrides = Composer(words.config_dirs), words.overrides
+    if words.job == "plan":
+        from .plan import by_name
+
+        overrides = by_name(overrides, composer.options["model"])
+    cells = expand(overrides, composer, multirun=words.multirun)
     configs = composed(cells, composer)
     if words.show:
         return _show(cells, configs)
@@ -221,6 +225,12 @@ def _layers(config: "RunConfig") -> int:
 
     own_attention(config, "layers")
     return layers(config)
+
+
+def _plan(config: "RunConfig") -> int:
+    from .plan import plan
+
+    return plan(config)
 
 
 def _quantize(config: "RunConfig") -> int:
@@ -310,6 +320,10 @@ JOBS: Mapping[str, Job] = {
         measures=True,
     ),
     "check": Job("what a configuration would do, and whether its parts go together; loads and fetches nothing", _check),
+    "plan": Job(
+        "on paper: KV cache, memory, roofline and cost of a model, batch, context, layout and hardware; loads nothing",
+        _plan,
+    ),
     "quantize": Job("a quantised copy of the model; writes output=DIR, which model.path=DIR loads", _quantize),
     "train": Job(
         "heads for drafting=medusa or eagle, from the target's own answers to a task; writes output=DIR", _train

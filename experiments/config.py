@@ -12,6 +12,7 @@ from ..decoding.training import Trains
 from ..errors import UserError
 from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser
+from .planning import Hardware, PlanJob
 from .quality.settings import QualitySettings, TaskSpec
 from .sweep.settings import CellSettings, SearchSettings
 from .tasks import TaskSettings
@@ -91,6 +92,9 @@ class RunConfig:
     search: SearchSettings | None = None
     layers: LayerSearch = field(default_factory=LayerSearch)
     quantize: QuantizeJob = field(default_factory=QuantizeJob)
+    context: int = 2048
+    hardware: Hardware = field(default_factory=Hardware)
+    plan: PlanJob = field(default_factory=PlanJob)
     train: Trains | None = None
     trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +113,8 @@ class RunConfig:
             object.__setattr__(self, "quality", quality)
         if self.batch < 1:
             raise UserError(f"batch must be at least 1, got {self.batch}")
+        if self.context < 1:
+            raise UserError(f"context must be at least 1, got {self.context}")
         if self.against is not None and not self.against.strip():
             raise UserError("against is empty; name the folder of a run, or null for none")
         if self.replay is not None:

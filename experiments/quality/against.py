@@ -54,8 +54,9 @@ Verdict = Literal["worse", "better", "equivalent", "undecided"]
 
 # Keys of a configuration that are compared by themselves, or change no score.
 _NOT_LISTED = (
-    "acceptance", "against", "batch", "budget_hours", "cell", "compare_hf", "hydra", "output", "profile", "quality",
-    "rerun", "search", "seed", "stop_after_failures", "task", "tasks", "threads", "timing", "tracking", "trusted",
+    "acceptance", "against", "batch", "budget_hours", "cell", "compare_hf", "context", "hardware", "hydra", "output",
+    "plan", "profile", "quality", "rerun", "search", "seed", "stop_after_failures", "task", "tasks", "threads",
+    "timing", "tracking", "trusted",
 )  # fmt: skip
 
 
