@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from ..attention.rows import chains
 from ..errors import UserError
+from .cost import DraftCost, Profile
 from .draft import Drafter
+from .events import Step
 from .law import LawSettings
 from .model.decoder import Decoder, Tap
 from .model.source import Source
@@ -87,6 +89,13 @@ class Drafts(Learner, Protocol):
     """It is a drafter, and judged by what drafting with it is worth. `law`: the target's."""
 
     def drafter(self, law: LawSettings) -> Drafter[Any]: ...
+
+
+@runtime_checkable
+class Watches(Drafts, Protocol):
+    """It makes something of how its drafts fare on prompts kept back, such as the tree that it is saved with."""
+
+    def watch(self, steps: Sequence[Step], costs: tuple[Profile, DraftCost]) -> None: ...
 
 
 @runtime_checkable
@@ -176,6 +185,11 @@ class Course:
     losses: list[float] = field(default_factory=list)  # of the steps since the last row
     why: str | None = None
     parts: dict[str, float] = field(default_factory=dict)  # of the last step's loss
+
+
+def drawn(rows: int, most: int | None, draws: torch.Generator) -> Int[Tensor, " R"]:
+    """Which of so many rows a step learns from: all of them, or `most` by chance."""
+    return torch.arange(rows) if most is None or rows <= most else torch.randperm(rows, generator=draws)[:most]
 
 
 @dataclass(frozen=True)
@@ -291,12 +305,15 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = schedule.rate(course.step, steps)
     loss = objective.loss(batch, course.step / steps, draws)
-    if not math.isfinite(value := float(loss.value.detach())):
-        rate = f"train.schedule.learning_rate={schedule.learning_rate}"
-        raise UserError(f"the loss is {value} at step {course.step + 1}: lower {rate}")
     optimizer.zero_grad(set_to_none=True)
     loss.value.backward()
-    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], schedule.clip)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, schedule.clip))
+    value = float(loss.value.detach())
+    for name, found in (("loss", value), ("gradient's norm", norm)):
+        if not math.isfinite(found):
+            rate = f"train.schedule.learning_rate={schedule.learning_rate}"
+            raise UserError(f"the {name} is {found} at step {course.step + 1}: lower {rate}")
     optimizer.step()
     course.losses.append(value)
     course.parts = dict(loss.parts)
@@ -394,11 +411,12 @@ def _load(
     plain = json.loads(json.dumps(dict(identity), default=str))
     if differing := [key for key in plain if was.get(key) != plain[key]]:
         raise UserError(
-            f"{file} is of another training: {', '.join(differing)} differ; name another output, or delete that folder"
+            f"{file} is of another training: {', '.join(differing)} differ; name another output, or delete that file"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"parameter/{name}"])
-            optimizer.state[parameter] = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            moments = {key: tensors[f"{key}/{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": tensors[f"step/{name}"], **moments}  # it is counted on the CPU
     draws.set_state(tensors["draws"])
     return course

@@ -14,14 +14,17 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
+from ..decoding.cost import DraftCost, Profile
+from ..decoding.events import Step
 from ..decoding.law import LawSettings
 from ..decoding.model.decoder import Decoder, Tap
 from ..decoding.model.source import Source
 from ..decoding.model.storage import atomic_file
-from ..decoding.training import Loss, Schedule, Teacher, Text
+from ..decoding.training import Loss, Schedule, Teacher, Text, drawn
 from ..errors import UserError
 from .medusa import FILES, IDS, MedusaDrafter, MedusaHeads, bare, check_ids, check_shapes, count_heads, guessed, note
 from .trained import open_trained
+from .trees import TreeShape, fastest, measured
 from .vocabulary import check_known, known, narrowed
 
 NONE = -100  # the label of a row behind which so many tokens do not stand
@@ -56,7 +59,7 @@ class TrainMedusa:
         """The heads of `start`. Refuses those of another target, or of other sizes than are asked for."""
         if self.start is None:
             return None
-        trained = open_trained(self.start, "medusa", FILES)
+        trained = open_trained(self.start, "medusa", FILES, "train.start")
         check_shapes(trained, target.label, target.config.hidden_size, target.config.vocab_size)
         trained.check_target(target)
         found = {bare(name): tensor for name, tensor in trained.tensors().items()}
@@ -117,9 +120,8 @@ class MedusaObjective:
             labels.append(torch.where(behind < len(tokens), said, NONE))
             hidden.append(states["final"][rows])
         x, wanted = torch.cat(hidden).float(), torch.cat(labels).to(self._target.device)
-        if self._settings.rows is not None and len(x) > self._settings.rows:
-            some = torch.randperm(len(x), generator=draws)[: self._settings.rows].to(x.device)
-            x, wanted = x[some], wanted[some]
+        some = drawn(len(x), self._settings.rows, draws).to(x.device)
+        x, wanted = x[some], wanted[some]
         total, parts = x.new_zeros(()), {}
         for i in range(self._settings.heads):
             logits = F.linear(self._head(i, x).to(self._unembedding.dtype), self._unembedding).float()
@@ -137,12 +139,14 @@ class MedusaObjective:
         return x
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MedusaLearner:
-    """The heads as a drafter. The tree is the one that heads without a tree of their own get."""
+    """The heads as a drafter. They are judged with the tree that heads without one of their own get, and saved with the
+    part of it, or another of the candidates that it tried, that is fastest by what was kept of them."""
 
     objective: MedusaObjective
     target: Decoder
+    tree: TreeShape | None = None
 
     def drafter(self, law: LawSettings) -> MedusaDrafter:
         tensors = {name: tensor.detach() for name, tensor in self.objective.parameters.items()} | self._ids
@@ -154,8 +158,17 @@ class MedusaLearner:
     def _ids(self) -> dict[str, Tensor]:
         return {} if self.objective.ids is None else {IDS: self.objective.ids}
 
+    def watch(self, steps: Sequence[Step], costs: tuple[Profile, DraftCost]) -> None:
+        """`steps`: those of the drafter on prompts kept back."""
+        tried = guessed(len({name.split(".")[0] for name in self.objective.parameters}))
+        drafted = sum(bool(step.offered) for step in steps)
+        best = fastest(measured(steps, tried), *costs, most=len(tried), share=drafted / len(steps))
+        self.tree = best if len(best) else None
+
     def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:
         tensors = {name: t.detach().to(self.target.dtype).contiguous() for name, t in self.objective.parameters.items()}
-        content = save(tensors | self._ids, note(source, **about))
+        content = save(
+            tensors | self._ids, note(source, **about, **({} if self.tree is None else {"tree": self.tree.paths}))
+        )
         with atomic_file(folder / FILES[0], len(content)) as file:
             file.write(content)

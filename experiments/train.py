@@ -23,7 +23,7 @@ from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, pred
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, named
 from ..decoding.request import Request
-from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, train
+from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, Watches, train
 from ..errors import UserError
 from . import hardware
 from .compose import defaults, quoted
@@ -82,6 +82,8 @@ class Judge:
         done = loop.generate(lab.target, list(self.requests), drafter, lab.acceptance, seed=self.seed)
         steps = [step for g in done for step in g.steps]
         found = acceptance(steps)
+        if isinstance(learner, Watches):
+            learner.watch(steps, self.costs)
         value = predict(*self.costs, steps)
         if value is None:
             raise UserError("no answer to a prompt kept back has a second token: give other prompts, or more of them")

@@ -1,13 +1,16 @@
 import pytest
 import torch
 
+from decodelab.decoding import loop
 from decodelab.decoding.acceptance import Greedy
+from decodelab.decoding.cost import DraftCost, Profile
 from decodelab.decoding.draft import Resources
 from decodelab.decoding.training import Schedule, Score, Teacher, Text, train
-from decodelab.drafting.medusa import Medusa
+from decodelab.drafting.medusa import Medusa, guessed
 from decodelab.drafting.medusa_training import MedusaObjective, TrainMedusa
 from decodelab.errors import UserError
-from decodelab.tests.taught import said, taught, taught_source, tokens_per_step
+from decodelab.tests.rigged import ask
+from decodelab.tests.taught import said, sentences, taught, taught_source, tokens_per_step
 
 
 def test_a_head_begins_as_the_target_and_learns_what_comes_behind(tmp_path):
@@ -120,3 +123,22 @@ def test_labels_of_tokens_that_are_not_known_teach_nothing():
 def test_a_vocabulary_that_is_none(size):
     with pytest.raises(UserError, match=rf"train.vocabulary must be 1 to the target's 61 tokens, .* got {size}"):
         TrainMedusa(vocabulary=size).learner(taught_source(), taught(), said(1), 0, None)
+
+
+def test_the_heads_are_saved_with_the_tree_that_is_fastest_by_what_was_kept(tmp_path):
+    """Where a row costs much, a few candidates; where rows are free, all that were ever kept."""
+    target, source = taught(), taught_source()
+    learner = TrainMedusa(heads=2, rows=None).learner(source, target, (), 0, None)
+    drafter = learner.drafter(Greedy().law())
+    requests = [ask(sentence[:6], Greedy(), 20) for sentence in sentences(8, seed=5)]
+    steps = [step for g in loop.generate(target, requests, drafter, Greedy()) for step in g.steps]
+    free = DraftCost(0.0, 0.0, 0.0)
+    sizes = []
+    for dear in (1.0, 0.05, 0.0):
+        learner.watch(steps, (Profile(32, {k: 1.0 + dear * (k - 1) for k in (1, 2, 4, 8, 16)}), free))
+        learner.save(tmp_path, source, {})
+        saved = Medusa(path=str(tmp_path))
+        sizes.append(0 if learner.tree is None else len(learner.tree))
+        assert saved.shape.paths == (learner.tree or guessed(2)).paths
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] <= len(guessed(2))
