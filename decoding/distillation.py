@@ -25,7 +25,7 @@ from .model.config import ModelConfig
 from .model.decoder import Decoder, Tap
 from .model.source import ModelSpec, Source, open_source
 from .model.storage import atomic_file, explained
-from .training import Loss, Schedule, Score, Teacher, Text
+from .training import Loss, Schedule, Score, Teacher, Text, drawn
 
 if TYPE_CHECKING:  # its models cost every command two seconds
     import transformers
@@ -228,8 +228,7 @@ class Distillation:
 
     def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss:
         rows = [(i, t) for i, text in enumerate(texts) for t in _answer(text)]
-        if self._distance.rows is not None and len(rows) > self._distance.rows:
-            rows = [rows[i] for i in torch.randperm(len(rows), generator=draws)[: self._distance.rows].tolist()]
+        rows = [rows[i] for i in drawn(len(rows), self._distance.rows, draws).tolist()]
         q = self._student_logits(texts, rows)
         if self._distance.divergence == "hard":
             return Loss(F.cross_entropy(q, self._said(texts, rows)))

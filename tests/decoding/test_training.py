@@ -217,7 +217,9 @@ def test_the_progress_tells_where_the_time_will_be_over(tmp_path: Path, monkeypa
 def test_a_state_of_another_training_is_refused(tmp_path: Path):
     run(Mean(), tmp_path)
     file = tmp_path / "state.safetensors"
-    with pytest.raises(UserError, match=r"state\.safetensors is of another training: of differ; name another output"):
+    with pytest.raises(
+        UserError, match=r"state\.safetensors is of another training: of differ; name another output, or delete that"
+    ):
         train(
             Mean(), TEXTS, Schedule(), seed=3, state=file, identity={"of": "else"}, judge=lambda: Score(1.0),
             keep=lambda: None,
@@ -230,6 +232,16 @@ def test_a_state_of_another_training_is_refused(tmp_path: Path):
 def test_a_loss_that_is_no_number_ends_it(tmp_path: Path):
     with pytest.raises(UserError, match=r"the loss is nan at step 1: lower train\.schedule\.learning_rate=0\.5"):
         run(Mean(float("nan")), tmp_path)
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a loss that is one: √|x| at 0."""
+    objective = Mean()
+    monkeypatch.setattr(objective, "loss", lambda *_: Loss(objective.x.abs().sqrt().sum()))
+    with pytest.raises(UserError, match=r"the gradient's norm is nan at step 1: lower train\.schedule\.learning_rate"):
+        run(objective, tmp_path)
+    assert float(objective.x.detach()) == 0
+    assert not (tmp_path / "state.safetensors").exists()
 
 
 @pytest.mark.parametrize(
