@@ -243,7 +243,7 @@ class EagleHead:
         self.norms = {name: tensors.get(f"{at}{name}.weight") for name in norms} | {"norm": tensors.get("norm.weight")}
         self.inv_freq = torch.tensor(config.layer.inv_freq, device=self.embedding.device)
         ids = known_ids(tensors)  # the target's, of each token that is foretold
-        self.ids = torch.arange(config.layer.vocab, device=self.embedding.device) if ids is None else ids
+        self.ids = (torch.arange(config.layer.vocab) if ids is None else ids).to(self.embedding.device)
 
     def fuse(self, hidden: Sequence[Float[Tensor, "*T F"]]) -> Float[Tensor, "*T d"]:
         """Features from the target's hidden states, one for each tap."""

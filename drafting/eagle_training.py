@@ -24,7 +24,7 @@ from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Decoder, Tap
 from ..decoding.model.source import Source
 from ..decoding.model.storage import atomic_file
-from ..decoding.training import Loss, Schedule, Teacher, Text
+from ..decoding.training import Loss, Schedule, Teacher, Text, drawn
 from ..errors import UserError
 from .eagle import FILES, Eagle, EagleDrafter
 from .eagle_head import (
@@ -85,17 +85,18 @@ class TrainEagle:
         """The head of `start`. Refuses one of another target, or of another make than is asked for."""
         if self.start is None:
             return None
-        theirs, trained = target.config, open_trained(self.start, "eagle", FILES)
+        theirs, trained = target.config, open_trained(self.start, "eagle", FILES, "train.start")
         config = read_config(trained, target.label, theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers)
         trained.check_target(target)
         wanted = self.config(ModelConfig.from_hf(theirs))
         found = read_tensors(trained, config, torch.float32, torch.device("cpu"))
         offsets = found.pop("d2t", None)
         check_known(self.start, self.vocabulary, None if offsets is None else len(offsets))
-        if config.taps != wanted.taps or {name: tuple(t.shape) for name, t in found.items()} != wanted.shapes():
+        if config != wanted or found.keys() != wanted.shapes().keys():
             raise UserError(
-                f"train.start={self.start} is a head of EAGLE-{3 if config.fused else 1} of other sizes or with more "
-                f"tensors than train.version={self.version} train.mlp_dim={wanted.layer.mlp_dim} makes"
+                f"train.start={self.start} is a head of EAGLE-{3 if config.fused else 1} of other sizes, heads, RoPE "
+                f"or eps, or with more tensors, than train.version={self.version} train.mlp_dim={wanted.layer.mlp_dim} "
+                "makes: set these as they were, or train.start=null"
             )
         return found if offsets is None else found | {"d2t": offsets}
 
@@ -189,7 +190,9 @@ class EagleObjective:
             learnt[b, : max(0, text.first - 2)] = False
             for tap, h in hidden.items():
                 states[tap][b, :n] = h.float()
-        tokens, rows = tokens.to(device), _some(learnt, self._settings.rows, draws).to(device)
+        rows = learnt.flatten().nonzero()[:, 0]
+        rows = rows[drawn(len(rows), self._settings.rows, draws)].to(device)
+        tokens = tokens.to(device)
         final = states["final"][:, 1:].flatten(0, 1)[rows]
         with torch.no_grad():
             wanted = torch.softmax(self._logits(final), -1)
@@ -197,15 +200,16 @@ class EagleObjective:
         if not self.config.fused and self._settings.noise:
             largest = self._settings.noise * min(1.0, 2 * done)
             features = features + largest * (2 * torch.rand(features.shape, generator=draws).to(device) - 1)
+        count = max(1, len(rows))  # the mean of none is no number
         total, parts = features.new_zeros(()), {}
         for turn, out in enumerate(self.foretold(features, tokens)):
             ours = out.flatten(0, 1)[rows]
             said = torch.log_softmax(self._head.logits(ours), -1)
-            each = -(wanted * said).sum(-1).mean()
+            each = -(wanted * said).sum() / count
             parts[f"loss_{turn + 1}"] = float(each.detach())
             if not self.config.fused:
-                share = self._settings.states
-                each = (1 - share) * each + share * F.smooth_l1_loss(ours, final)
+                share, apart = self._settings.states, F.smooth_l1_loss(ours, final, reduction="sum")
+                each = (1 - share) * each + share * apart / (count * self.config.dim)
             total = total + self._settings.decay**turn * each
         return Loss(total, parts)
 
@@ -224,14 +228,6 @@ class EagleObjective:
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         found = {name: tensor.detach().to(dtype).contiguous() for name, tensor in self.parameters.items()}
         return found if self.ids is None else found | {"d2t": self.ids - torch.arange(len(self.ids))}
-
-
-def _some(learnt: Tensor, most: int | None, draws: torch.Generator) -> Tensor:
-    """The rows that are learnt from, as numbers of the flattened batch."""
-    rows = learnt.flatten().nonzero()[:, 0]
-    if most is not None and len(rows) > most:
-        rows = rows[torch.randperm(len(rows), generator=draws)[:most]]
-    return rows
 
 
 def _later(x: Float[Tensor, "B T *F"], by: int = 1) -> Float[Tensor, "B T *F"]:

@@ -77,9 +77,9 @@ def note_of(kind: str, target: Source, about: Mapping[str, Any]) -> dict[str, st
     return {NOTE: json.dumps({"kind": kind, **whose, **about})}
 
 
-def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained:
+def open_trained(path: str | None, kind: str, names: tuple[str, ...], key: str = "drafting.path") -> Trained:
     """A file, or a folder with one of `names` in it; None: what is shipped, for the default model. Reads the header
-    alone; pickled files are never read."""
+    alone; pickled files are never read. `key`: the setting that gave the path."""
     where = SHIPPED if path is None else Path(path).expanduser()
     file = where
     if where.is_dir():
@@ -87,12 +87,12 @@ def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained
         if not found:
             pickled = next((p.name for p in where.iterdir() if p.suffix in (".pt", ".bin", ".pth")), None)
             rest = f"; {pickled} is pickled and not read: convert it to safetensors" if pickled else ""
-            raise UserError(f"drafting.path={path} holds none of {', '.join(names)}{rest}")
+            raise UserError(f"{key}={path} holds none of {', '.join(names)}{rest}")
         file = found[0]
     elif not where.exists():
-        raise UserError(f"drafting.path={path} does not exist; it is a folder or a safetensors file")
+        raise UserError(f"{key}={path} does not exist; it is a folder or a safetensors file")
     elif where.suffix != ".safetensors":
-        raise UserError(f"drafting.path={path} is no safetensors file; pickled files are not read, convert them")
+        raise UserError(f"{key}={path} is no safetensors file; pickled files are not read, convert them")
     try:
         with safe_open(file, framework="pt") as stored:
             note = (stored.metadata() or {}).get(NOTE)
@@ -106,7 +106,8 @@ def open_trained(path: str | None, kind: str, names: tuple[str, ...]) -> Trained
         told = "its note" if note is not None else f"the {CONFIG} beside it"
         raise UserError(f"{file}: {told} is {str(about)[:60]!r}, but must be a mapping: fetch or train it again")
     if note is not None and about.get("kind") != kind:
-        raise UserError(f"{file} holds {about.get('kind')}, not {kind}: choose drafting={about.get('kind')}")
+        part = key.partition(".")[0]
+        raise UserError(f"{file} holds {about.get('kind')}, not {kind}: choose {part}={about.get('kind')}")
     return Trained(file, about, shapes, note is not None)
 
 

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,3 +136,35 @@ def test_rows_of_tokens_that_are_not_known_teach_nothing():
     each = F.cross_entropy(some._head.logits(out[0]), wanted.softmax(-1), reduction="none")
     loss = some.loss([text], 0.0, torch.Generator())
     assert float(loss.value.detach()) == pytest.approx(float(each[rows].mean().detach()), rel=1e-4)
+
+
+def test_a_step_without_a_row_to_learn_from_changes_nothing():
+    """A batch that says none of the tokens that the head knows."""
+    target, texts = taught(), said(2)
+    (lost, *_) = {*range(61)} - {token for text in texts for token in text.tokens}
+    settings = TrainEagle(version=1, vocabulary=1, rows=None)
+    begun = settings.learner(taught_source(), target, said(8), 0, None).objective
+    objective = EagleObjective(settings, begun.config, target, begun.parameters, torch.tensor([lost]))
+    loss = objective.loss(texts, 0.0, torch.Generator())
+    loss.value.backward()
+    assert float(loss.value.detach()) == 0
+    assert all(not tensor.grad.any() for tensor in objective.parameters.values())
+
+
+def test_it_goes_on_from_a_head_of_the_same_make_alone(tmp_path):
+    """Also where every tensor has the same shape: its norms' eps is not seen in it."""
+    target, source = taught(), taught_source()
+    settings = TrainEagle(mlp_dim=16)
+    learner = settings.learner(source, target, (), 0, None)
+    learner.save(tmp_path, source, {})
+    again = replace(settings, start=str(tmp_path))
+    assert again.check(source).keys() == learner.objective.parameters.keys()
+    made = learner.objective.config
+    learner.objective.config = replace(made, layer=replace(made.layer, norm_eps=1e-3))
+    learner.save(tmp_path, source, {})
+    with pytest.raises(
+        UserError, match=r"^train\.start=.* of other sizes, heads, RoPE or eps, .* set these as they were"
+    ):
+        again.check(source)
+    with pytest.raises(UserError, match=r"^train\.start=nowhere does not exist; it is a folder or a safetensors file$"):
+        replace(settings, start="nowhere").check(source)
