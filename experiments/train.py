@@ -39,8 +39,8 @@ from .quantise import target_of
 from .result import provenance
 from .sweep.lock import lock_folder
 from .table import columns
-from .target_answers import Lessons, answered, digest, enough, text
-from .tasks import load_task
+from .target_answers import Answers, Lessons, answered, digest, enough, text
+from .tasks import Task, load_task
 from .tracking import RunInfo
 
 ANSWERS = "answers.jsonl"
@@ -48,9 +48,11 @@ STATE = "state.safetensors"
 COSTS = "costs.json"
 COURSE = "course.json"
 NOT_TRAINED = (ANSWERS, STATE, COSTS)  # of a training's folder, beside what was trained and how that went
+_SHORT = "no answer to a prompt kept back has a second token: give other prompts, or more of them"
 _SOME = 3  # prompts from which a draft's cost is taken
 _COSTS = {
-    "context": int, "seconds": {"1": float, "*": float}, "draft": {"step_s": float, "token_s": float, "host_s": float}
+    "context": int, "seconds": {"1": float, "*": float}, "draft": {"step_s": float, "token_s": float, "host_s": float},
+    "made": str,
 }  # fmt: skip
 # What a row of the course may tell: the heading of its column, and how it is written.
 _FACTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
@@ -86,7 +88,7 @@ class Judge:
             learner.watch(steps, self.costs)
         value = predict(*self.costs, steps)
         if value is None:
-            raise UserError("no answer to a prompt kept back has a second token: give other prompts, or more of them")
+            raise UserError(_SHORT)
         rates = tuple(at["rate"] for at in found["acceptance_by_position"])
         facts = {"predicted_speedup": value, "tokens_per_step": found["tokens_per_step"], "acceptance": rates}
         return Score(value, facts)
@@ -107,6 +109,65 @@ def train_job(config: RunConfig) -> int:
     except KeyboardInterrupt:
         print("decodelab: interrupted; the same command goes on where it was", file=sys.stderr)
         return 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training, ready to begin."""
+
+    config: RunConfig
+    settings: Trains
+    folder: Path
+    task: Task
+    lab: Lab
+    answers: Answers
+    lessons: Lessons
+    learner: Learner
+    made: dict[str, Any]  # its provenance
+
+    @property
+    def given(self) -> Any:
+        """The keys of the group `train`."""
+        return self.config.resolved["train"]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What all numbers follow from: a state of another one is not gone on from."""
+        return {
+            "kind": self.settings.kind,
+            "settings": self.given,
+            "target": self.lab.source.digest,
+            "dtype": str(self.lab.target.dtype).removeprefix("torch."),
+            "answers": self.answers.digest,
+            "seed": self.config.seed,
+        }
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What goes into the note of what was trained."""
+        return {
+            "settings": self.given,
+            "prompts": len(self.lessons.texts),
+            "answers": self.answers.digest,
+            "task": self.task.label,
+        }
+
+    @property
+    def digests(self) -> dict[str, Any]:
+        return {
+            "weights": self.lab.source.digest,
+            "task": self.task.digest,
+            "answers": self.answers.digest,
+            "settings": digest(self.given),
+        }
+
+    @property
+    def info(self) -> RunInfo:
+        identity, config = self.identity, self.config
+        title = f"{self.settings.kind} for {self.lab.source.label}, {self.task.label}"
+        settled = {"dtype": identity["dtype"], "device": str(self.lab.target.device)}
+        resolved = config.resolved | settled
+        return RunInfo(digest(identity), title, "train", self.folder, resolved, self.digests, self.made)
 
 
 def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) -> int:
@@ -135,29 +196,6 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
         )
         lessons = Lessons.of(answers, schedule.held_back, schedule.longest)
         learner = settings.learner(source, target, lessons.texts, config.seed, start)
-        judge = _judge(learner, lab, lessons, config.seed, folder, watch)
-        identity = {
-            "kind": settings.kind,
-            "settings": config.resolved["train"],
-            "target": source.digest,
-            "dtype": str(dtype).removeprefix("torch."),
-            "answers": answers.digest,
-            "seed": config.seed,
-        }
-        about = {
-            "settings": config.resolved["train"],
-            "prompts": len(lessons.texts),
-            "answers": answers.digest,
-            "task": task.label,
-        }
-        digests = {
-            "weights": source.digest,
-            "task": task.digest,
-            "answers": answers.digest,
-            "settings": digest(config.resolved["train"]),
-        }
-        title = f"{settings.kind} for {source.label}, {task.label}"
-        settled = {"dtype": identity["dtype"], "device": str(device)}
         made = provenance(
             dtype,
             config.seed,
@@ -165,33 +203,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
             dtype_reason=why,
             started_at=started.isoformat(timespec="seconds"),
         )
-        info = RunInfo(digest(identity), title, "train", folder, config.resolved | settled, digests, made)
-        with config.tracking.open(info) as tracker:
-            course = train(
-                learner.objective,
-                lessons.texts,
-                schedule,
-                seed=config.seed,
-                state=folder / STATE,
-                identity=identity,
-                judge=judge,
-                keep=lambda: learner.save(folder, source, about),
-                progress=partial(watch.step, "training"),
-                told=lambda row: tracker.row(_flat(row)),
-            )
-            costs = {
-                "tokens_per_second": course.tokens / course.seconds,
-                "peak_memory_bytes": _peak(folder / COURSE, digests, hardware.peak_memory_bytes(device)),
-                "answers_s": sum(a.seconds for a in answers.all),
-            }
-            written = {**asdict(course), **costs, "digests": digests, "provenance": made}
-            write_atomic(folder / COURSE, json.dumps(written, indent=1) + "\n")
-            assert course.best is not None
-            best = {f"best/{name}": value for name, value in _flat(course.rows[course.best]).items()}
-            files = [f.name for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
-            tracker.done(
-                {"status": "done", "why": course.why, **costs, **best}, [f for f in files if f not in NOT_TRAINED]
-            )
+        course, costs = _taught(Job(config, settings, folder, task, lab, answers, lessons, learner, made), watch)
     _show(course, settings.kind, source, lessons, costs, lessons.left_out(config.task, schedule, lab.context))
     print(f"written to {folder}; use it:\n{_command(settings.kind, config.model, folder)}")
     if isinstance(learner, Stands):
@@ -199,13 +211,49 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
     return 0
 
 
-def _judge(learner: Learner, lab: Lab, lessons: Lessons, seed: int, folder: Path, watch: Watch) -> Callable[[], Score]:
+def _taught(job: Job, watch: Watch) -> tuple[Course, dict[str, Any]]:
+    """How the training went, and what it cost; both are written."""
+    folder, learner = job.folder, job.learner
+    judge = _judge(job, watch)
+    with job.config.tracking.open(job.info) as tracker:
+        course = train(
+            learner.objective,
+            job.lessons.texts,
+            job.settings.schedule,
+            seed=job.config.seed,
+            state=folder / STATE,
+            identity=job.identity,
+            judge=judge,
+            keep=lambda: learner.save(folder, job.lab.source, job.about),
+            progress=partial(watch.step, "training"),
+            told=lambda row: tracker.row(_flat(row)),
+        )
+        costs = {
+            "tokens_per_second": course.tokens / course.seconds,
+            "peak_memory_bytes": _peak(folder / COURSE, job.digests, hardware.peak_memory_bytes(job.lab.target.device)),
+            "answers_s": sum(a.seconds for a in job.answers.all),
+        }
+        written = {**asdict(course), **costs, "digests": job.digests, "provenance": job.made}
+        write_atomic(folder / COURSE, json.dumps(written, indent=1) + "\n")
+        assert course.best is not None
+        best = {f"best/{name}": value for name, value in _flat(course.rows[course.best]).items()}
+        files = [f.name for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+        tracker.done({"status": "done", "why": course.why, **costs, **best}, [f for f in files if f not in NOT_TRAINED])
+    return course, costs
+
+
+def _judge(job: Job, watch: Watch) -> Callable[[], Score]:
+    learner, lab, held, seed = job.learner, job.lab, job.lessons.held, job.config.seed
     if isinstance(learner, Drafts):
-        requests = [a.request for a in lessons.held]
-        costs = _costs(folder / COSTS, lab, learner, requests, seed, watch.step)
+        requests = [a.request for a in held]
+        mark = digest(job.identity | {"device": str(lab.target.device)})
+        costs = _costs(job.folder / COSTS, mark, lab, learner, requests, seed, watch.step)
         return partial(Judge(lab, requests, seed, costs), learner)
     assert isinstance(learner, Stands)
-    return partial(learner.score, [text(a) for a in lessons.held if len(a.tokens) > 1])
+    texts = [text(a) for a in held if len(a.tokens) > 1]
+    if not texts:
+        raise UserError(_SHORT)
+    return partial(learner.score, texts)
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,13 +306,15 @@ def _word(key: str, value: str | None) -> str:
 
 def _costs(
     file: Path,
+    mark: str,
     lab: Lab,
     learner: Drafts,
     requests: Sequence[Request],
     seed: int,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Profile, DraftCost]:
-    """Measured once and kept: what is judged by them stays comparable, and a training goes on to the same numbers."""
+    """Measured once and kept: what is judged by them stays comparable, and a training goes on to the same numbers.
+    Those of another `mark` are another training's."""
     if file.exists():
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -273,14 +323,15 @@ def _costs(
             wrong = str(error)
         if wrong is not None:
             raise UserError(f"{file} is damaged ({wrong}): delete it, and costs are measured anew")
-        seconds = {int(k): s for k, s in found["seconds"].items()}
-        return Profile(found["context"], seconds), DraftCost(**found["draft"])
+        if found["made"] == mark:
+            seconds = {int(k): s for k, s in found["seconds"].items()}
+            return Profile(found["context"], seconds), DraftCost(**found["draft"])
     progress("costs", 0, 1)
     context = max(len(r.prompt) for r in requests)
     profile = measure_target(lab.target, context=min(context, lab.context // 2))
     drafter = learner.drafter(lab.acceptance.law())
     cost = draft_cost(lab.target, drafter, lab.acceptance, list(requests[:_SOME]), seed=seed)
-    found = {"context": profile.context, "seconds": profile.seconds, "draft": asdict(cost)}
+    found = {"context": profile.context, "seconds": profile.seconds, "draft": asdict(cost), "made": mark}
     write_atomic(file, json.dumps(found, indent=1) + "\n")
     progress("costs", 1, 1)
     return profile, cost

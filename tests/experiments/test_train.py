@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,33 @@ def test_damaged_files(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         f"decodelab: error: the disk is full: {folder}/medusa.safetensors was not written; free some space, "
         "or name a folder on a larger disk"
     )
+
+
+def test_costs_of_other_drafts_are_not_taken(bench: Any, monkeypatch: pytest.MonkeyPatch):
+    """Where a training ended before its first state, and is begun with other settings."""
+    measured: list[Any] = []
+    cost = job.draft_cost
+    monkeypatch.setattr(job, "draft_cost", lambda *args, **keys: measured.append(args) or cost(*args, **keys))
+    for more, times in (([], 1), ([], 1), (["train.heads=1"], 2)):
+        assert main(words(bench, "medusa", "out", "train.schedule.epochs=1", *more)) == 0
+        assert len(measured) == times
+        (bench.root / "out" / "state.safetensors").unlink()
+
+
+def test_a_student_needs_an_answer_to_be_judged_by(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """All that the target says to the prompts kept back is that it is at its end."""
+    of = job.Lessons.of
+
+    def short(*args: Any) -> Any:
+        found = of(*args)
+        return replace(found, held=[replace(a, tokens=a.tokens[:1]) for a in found.held])
+
+    monkeypatch.setattr(job.Lessons, "of", short)
+    assert main(words(bench, "student", "out")) == 2
+    line = "no answer to a prompt kept back has a second token: give other prompts, or more of them"
+    assert capsys.readouterr().err.splitlines()[-1] == f"decodelab: error: {line}"
 
 
 def test_two_trainings_of_one_folder(bench: Any, capsys: pytest.CaptureFixture[str]):
