@@ -84,11 +84,11 @@ class Judge:
         done = loop.generate(lab.target, list(self.requests), drafter, lab.acceptance, seed=self.seed)
         steps = [step for g in done for step in g.steps]
         found = acceptance(steps)
-        if isinstance(learner, Watches):
-            learner.watch(steps, self.costs)
         value = predict(*self.costs, steps)
         if value is None:
             raise UserError(_SHORT)
+        if isinstance(learner, Watches):
+            learner.watch(steps, self.costs)
         rates = tuple(at["rate"] for at in found["acceptance_by_position"])
         facts = {"predicted_speedup": value, "tokens_per_step": found["tokens_per_step"], "acceptance": rates}
         return Score(value, facts)

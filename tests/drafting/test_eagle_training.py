@@ -168,3 +168,34 @@ def test_it_goes_on_from_a_head_of_the_same_make_alone(tmp_path):
         again.check(source)
     with pytest.raises(UserError, match=r"^train\.start=nowhere does not exist; it is a folder or a safetensors file$"):
         replace(settings, start="nowhere").check(source)
+
+
+def test_the_loss_of_eagle_1_is_of_tokens_and_of_states():
+    """Turn by turn, at the rows that foretell the answer."""
+    target, (text,) = taught(), said(1)
+    settings = TrainEagle(version=1, unrolled=2, decay=0.5, noise=0.0, states=0.75, rows=None)
+    objective = settings.learner(taught_source(), target, (), 0, None).objective
+    (hidden,) = Teacher(target, ("final",))([text])
+    rows = slice(text.first - 2, len(text.tokens) - 2)
+    final, unembedding = hidden["final"][1:][rows], target.unembedding.dense()
+    wanted = F.linear(final, unembedding).softmax(-1)
+    want = 0.0
+    turns = objective.foretold(hidden["final"][None, :-1], torch.tensor(text.tokens[1:])[None])
+    for turn, out in enumerate(turns):
+        ours = out[0, rows]
+        each = 0.25 * F.cross_entropy(F.linear(ours, unembedding), wanted) + 0.75 * F.smooth_l1_loss(ours, final)
+        want += 0.5**turn * float(each.detach())
+    loss = objective.loss([text], 0.0, torch.Generator())
+    assert float(loss.value.detach()) == pytest.approx(want, rel=1e-4)
+
+
+def test_noise_grows_until_halfway():
+    def loss(noise: float, done: float, version: int = 1) -> float:
+        settings = TrainEagle(version=version, noise=noise, rows=None)
+        objective = settings.learner(taught_source(), taught(), (), 0, None).objective
+        return float(objective.loss(said(2), done, torch.Generator().manual_seed(0)).value.detach())
+
+    assert loss(0.3, 0.0) == loss(0.0, 1.0)
+    assert loss(0.3, 0.25) == loss(0.15, 0.5) != loss(0.3, 0.0)
+    assert loss(0.3, 0.5) == loss(0.3, 1.0) != loss(0.3, 0.25)
+    assert loss(0.3, 1.0, version=3) == loss(0.0, 1.0, version=3)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from decodelab.decoding import training
+from decodelab.decoding.cost import DraftCost
 from decodelab.decoding.model.source import ModelSpec
 from decodelab.errors import UserError
 from decodelab.experiments import train as job
@@ -214,18 +215,22 @@ def test_costs_of_other_drafts_are_not_taken(bench: Any, monkeypatch: pytest.Mon
         (bench.root / "out" / "state.safetensors").unlink()
 
 
-def test_a_student_needs_an_answer_to_be_judged_by(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["student", "medusa"])
+def test_it_needs_an_answer_to_be_judged_by(
+    kind: str, bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """All that the target says to the prompts kept back is that it is at its end."""
     of = job.Lessons.of
 
     def short(*args: Any) -> Any:
         found = of(*args)
-        return replace(found, held=[replace(a, tokens=a.tokens[:1]) for a in found.held])
+        requests = [replace(a.request, stop=replace(a.request.stop, max_new_tokens=1)) for a in found.held]
+        held = [replace(a, tokens=a.tokens[:1], request=r) for a, r in zip(found.held, requests, strict=True)]
+        return replace(found, held=held)
 
     monkeypatch.setattr(job.Lessons, "of", short)
-    assert main(words(bench, "student", "out")) == 2
+    monkeypatch.setattr(job, "draft_cost", lambda *args, **keys: DraftCost(0.0, 0.0, 0.0))
+    assert main(words(bench, kind, "out")) == 2
     line = "no answer to a prompt kept back has a second token: give other prompts, or more of them"
     assert capsys.readouterr().err.splitlines()[-1] == f"decodelab: error: {line}"
 
