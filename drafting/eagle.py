@@ -72,12 +72,12 @@ class Eagle:
     def check(self, target: Source) -> list[str]:
         """Refuses a head of another target; warns of a context shorter than the target's."""
         trained = open_trained(self.path, "eagle", FILES)
+        told = trained.check_target(target)  # before sizes: it says what to do
         theirs = target.config
         config = read_config(trained, target.label, theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers)
         key, width = ("topk", self.topk) if (fixed := self.shape) is None else ("tree", fixed.width)
         if width > (known := config.layer.vocab):
             raise UserError(f"drafting.{key} tries {width} tokens behind each node, but the head knows {known} in all")
-        told = trained.check_target(target)
         if (ours := config.layer.max_positions) < (all_of := theirs.max_position_embeddings):
             told.append(f"{trained.file} holds {ours} tokens, {target.label} {all_of}: nothing is drafted past {ours}")
         return told

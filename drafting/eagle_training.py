@@ -39,7 +39,7 @@ from .eagle_head import (
     unembedding_of,
 )
 from .trained import open_trained
-from .vocabulary import check_known, known, narrowed
+from .vocabulary import check_known, check_size, known, narrowed
 
 _DRAWN = 0.02  # the deviation of weights that begin by chance
 
@@ -83,6 +83,7 @@ class TrainEagle:
 
     def check(self, target: Source) -> Mapping[str, Tensor] | None:
         """The head of `start`. Refuses one of another target, or of another make than is asked for."""
+        check_size(self.vocabulary, Eagle().topk, target.config.vocab_size)
         if self.start is None:
             return None
         theirs, trained = target.config, open_trained(self.start, "eagle", FILES, "train.start")
@@ -232,6 +233,7 @@ class EagleObjective:
 
 def _later(x: Float[Tensor, "B T *F"], by: int = 1) -> Float[Tensor, "B T *F"]:
     """What stood `by` rows earlier; nothing before the first."""
+    by = min(by, x.shape[1])
     return torch.cat([torch.zeros_like(x[:, :by]), x[:, : x.shape[1] - by]], 1)
 
 

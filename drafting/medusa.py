@@ -78,12 +78,13 @@ class Medusa:
 
     def check(self, target: Source) -> list[str]:
         trained = self.heads
+        told = trained.check_target(target)  # before sizes: it says what to do
         dim, vocab = target.config.hidden_size, target.config.vocab_size
         check_shapes(trained, target.label, dim, vocab)
         known = trained.shapes.get(IDS, (vocab,))[0]
         if (width := self.shape.width) > known:
             raise UserError(f"drafting.tree tries {width} tokens of a head, but the heads know {known} in all")
-        return trained.check_target(target)
+        return told
 
     def build(self, resources: Resources) -> "MedusaDrafter":
         target = resources.target

@@ -25,7 +25,7 @@ from ..errors import UserError
 from .medusa import FILES, IDS, MedusaDrafter, MedusaHeads, bare, check_ids, check_shapes, count_heads, guessed, note
 from .trained import open_trained
 from .trees import TreeShape, fastest, measured
-from .vocabulary import check_known, known, narrowed
+from .vocabulary import check_known, check_size, known, narrowed
 
 NONE = -100  # the label of a row behind which so many tokens do not stand
 
@@ -57,6 +57,7 @@ class TrainMedusa:
 
     def check(self, target: Source) -> Mapping[str, Tensor] | None:
         """The heads of `start`. Refuses those of another target, or of other sizes than are asked for."""
+        check_size(self.vocabulary, guessed(self.heads).width, target.config.vocab_size)
         if self.start is None:
             return None
         trained = open_trained(self.start, "medusa", FILES, "train.start")

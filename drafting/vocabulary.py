@@ -20,9 +20,7 @@ from ..kernels.linear import Linear
 
 def frequent(texts: Sequence[Text], size: int, vocab: int) -> Int[Tensor, " V"]:
     """The tokens said most often in what is learnt from, in rising order; where too few were said, those with the
-    lowest ids beside them. Refuses more than there are."""
-    if not 1 <= size <= vocab:
-        raise UserError(f"train.vocabulary must be 1 to the target's {vocab} tokens, or null for all, got {size}")
+    lowest ids beside them."""
     count = Counter(token for text in texts for token in text.tokens[text.first :])
     ranked = sorted(range(vocab), key=lambda token: (-count[token], token))
     return torch.tensor(sorted(ranked[:size]))
@@ -33,6 +31,15 @@ def known(
 ) -> Int[Tensor, " V"] | None:
     """The tokens that a head is to know; None: all. `begun`: those that a head which it goes on from knows."""
     return begun if begun is not None or size is None else frequent(texts, size, vocab)
+
+
+def check_size(size: int | None, width: int, vocab: int) -> None:
+    """Refuses fewer tokens than the drafts that a head is judged by try behind a node, or more than there are."""
+    if size is not None and not width <= size <= vocab:
+        raise UserError(
+            f"train.vocabulary must be from {width}, which drafts try behind a node, to the target's {vocab} tokens, "
+            f"or null for all, got {size}"
+        )
 
 
 def check_known(start: str, size: int | None, begun: int | None) -> None:

@@ -5,6 +5,7 @@ Answers are made side by side and appended to a file, so that none is asked for 
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ def answered(
             going.append(item)
             key = (item.id, turn)
             row = kept.get(key)
-            if row is not None and row["prompt"] == list(r.prompt):
+            if row is not None and row["prompt"] == list(r.prompt) and _sound(row, lab.target.config.vocab):
                 found[key] = Answer(*key, r, tuple(row["tokens"]), row["seconds"])
             else:
                 missing.append((key, r))
@@ -202,6 +203,11 @@ def _kept(file: Path, mark: str) -> Iterator[tuple[Key, dict[str, Any]]]:
         row = {**_BEFORE_TURNS, **found}
         if misfit(row, _ROW) is None and row["made"] == mark:
             yield (row["id"], row["turn"]), row
+
+
+def _sound(row: Mapping[str, Any], vocab: int) -> bool:
+    """Whether its numbers can be of an answer: what is damaged is asked for anew."""
+    return all(0 <= token < vocab for token in row["tokens"]) and 0 <= row["seconds"] < math.inf
 
 
 def _append(file: Path, batch: Sequence[Answer], mark: str) -> None:

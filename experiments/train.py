@@ -181,6 +181,8 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
         source = target_of(config, dtype, watch.step)
         start = settings.check(source)
         check_product(config, source)
+        if not (folder / ANSWERS).exists() and (found := sorted(folder.glob("*.safetensors"))):
+            raise UserError(f"{found[0]} was not made by a training in this folder: name another output")
         make_folder(folder)
         stack.callback(lock_folder(folder, "a training").release)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
@@ -228,6 +230,8 @@ def _taught(job: Job, watch: Watch) -> tuple[Course, dict[str, Any]]:
             progress=partial(watch.step, "training"),
             told=lambda row: tracker.row(_flat(row)),
         )
+        if not {file.name for file in folder.glob("*.safetensors")} - {STATE}:
+            raise UserError(f"{folder} has lost what was trained: delete {folder / STATE}, and it is trained again")
         costs = {
             "tokens_per_second": course.tokens / course.seconds,
             "peak_memory_bytes": _peak(folder / COURSE, job.digests, hardware.peak_memory_bytes(job.lab.target.device)),

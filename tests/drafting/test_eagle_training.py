@@ -199,3 +199,11 @@ def test_noise_grows_until_halfway():
     assert loss(0.3, 0.25) == loss(0.15, 0.5) != loss(0.3, 0.0)
     assert loss(0.3, 0.5) == loss(0.3, 1.0) != loss(0.3, 0.25)
     assert loss(0.3, 1.0, version=3) == loss(0.0, 1.0, version=3)
+
+
+def test_a_head_is_unrolled_more_often_than_a_text_is_long():
+    (text,) = said(1)
+    settings = TrainEagle(version=3, unrolled=len(text.tokens) + 2, mlp_dim=16)
+    loss = settings.learner(taught_source(), taught(), (), 0, None).objective.loss([text], 0.0, torch.Generator())
+    loss.value.backward()
+    assert torch.isfinite(loss.value)

@@ -119,12 +119,6 @@ def test_labels_of_tokens_that_are_not_known_teach_nothing():
     assert float(loss.detach()) == pytest.approx(float(want), rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [0, 62])
-def test_a_vocabulary_that_is_none(size):
-    with pytest.raises(UserError, match=rf"train.vocabulary must be 1 to the target's 61 tokens, .* got {size}"):
-        TrainMedusa(vocabulary=size).learner(taught_source(), taught(), said(1), 0, None)
-
-
 def test_the_heads_are_saved_with_the_tree_that_is_fastest_by_what_was_kept(tmp_path):
     """Where a row costs much, a few candidates; where rows are free, all that were ever kept."""
     target, source = taught(), taught_source()

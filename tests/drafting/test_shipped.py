@@ -39,13 +39,14 @@ def test_without_a_path_it_is_the_shipped_head(kind: str):
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_another_target_is_told_how_to_get_its_own(kind: str):
-    other = replace(default_model(), label="another", digest="2" * 64)
+    """Of other sizes too: the line about those would not say what to do."""
     line = (
         f"drafting.path is not set, and what is shipped was trained for {DEFAULT}, not for another: train one "
         rf"\(decodelab train train={kind} model=…\), or name it with drafting.path="
     )
-    with pytest.raises(UserError, match=f"^{line}$"):
-        SETTINGS[kind].check(other)
+    for model in (default_model(), taught_source()):
+        with pytest.raises(UserError, match=f"^{line}$"):
+            SETTINGS[kind].check(replace(model, label="another", digest="2" * 64))
 
 
 def test_they_are_small_and_say_what_they_were_made_of():

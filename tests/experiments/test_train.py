@@ -182,6 +182,11 @@ def test_damaged_files(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert main(given) == 0
         assert json.loads((folder / "course.json").read_text())["rows"] == course["rows"]
         assert (folder / "answers.jsonl").read_text().count("\n") == 10  # those, and one anew
+    first, *rest = answers.splitlines(keepends=True)
+    for wrong in ({"tokens": [262]}, {"tokens": [-1]}, {"seconds": float("nan")}):
+        (folder / "answers.jsonl").write_text("".join([json.dumps(json.loads(first) | wrong) + "\n", *rest]))
+        assert main(given) == 0
+        assert (folder / "answers.jsonl").read_text().count("\n") == 9
     capsys.readouterr()
     for found, wrong in (("{", "Expecting"), ('{"context": "a"}', "context is not a whole number")):
         (folder / "costs.json").write_text(found)
@@ -191,6 +196,12 @@ def test_damaged_files(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert line.endswith("): delete it, and costs are measured anew")
 
     (folder / "costs.json").write_text(costs)
+    (folder / "medusa.safetensors").unlink()
+    assert main(given) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"decodelab: error: {folder} has lost what was trained: "
+        f"delete {folder}/state.safetensors, and it is trained again"
+    )
     (folder / "state.safetensors").unlink()
 
     def full(_: int) -> None:
@@ -233,6 +244,16 @@ def test_it_needs_an_answer_to_be_judged_by(
     assert main(words(bench, kind, "out")) == 2
     line = "no answer to a prompt kept back has a second token: give other prompts, or more of them"
     assert capsys.readouterr().err.splitlines()[-1] == f"decodelab: error: {line}"
+
+
+def test_a_folder_with_what_others_made_is_left_alone(bench: Any, capsys: pytest.CaptureFixture[str]):
+    """Such as the target's own."""
+    folder = shutil.copytree(bench.checkpoint, bench.root / "mine")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert main(words(bench, "student", "mine", f"model.path={folder}")) == 2
+    line = f"{folder}/model.safetensors was not made by a training in this folder: name another output"
+    assert capsys.readouterr().err.splitlines()[-1] == f"decodelab: error: {line}"
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_two_trainings_of_one_folder(bench: Any, capsys: pytest.CaptureFixture[str]):
