@@ -25,6 +25,7 @@ from .model.config import ModelConfig
 from .model.decoder import Decoder, Tap
 from .model.source import ModelSpec, Source, open_source
 from .model.storage import atomic_file, explained
+from .model.whose import note_of
 from .training import Loss, Schedule, Score, Teacher, Text, drawn
 
 if TYPE_CHECKING:  # its models cost every command two seconds
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # its models cost every command two seconds
 
 Divergence = Literal["forward", "reverse", "tv", "hard"]
 FILE = "model.safetensors"
-NOTE = "decodelab"  # the key of our note in its metadata
 # What of a student from scratch may be other than the target's.
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -292,8 +292,7 @@ class Distillation:
 
     def save(self, folder: Path, source: Source, kind: str, about: Mapping[str, Any]) -> None:
         """A folder as transformers writes it, with the target's tokenizer. The weights, in one file, come last."""
-        note = {"kind": kind, "target": source.digest, "target_label": source.label, **about}
-        content = save(self.tensors, {"format": "pt", NOTE: json.dumps(note)})
+        content = save(self.tensors, {"format": "pt", **note_of(kind, source, about)})
         config = self.student.config
         config.architectures, config.dtype = [type(self.student).__name__], self._target.dtype
         with explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".partial") as written:

@@ -184,7 +184,7 @@ class Course:
     tokens: int = 0
     losses: list[float] = field(default_factory=list)  # of the steps since the last row
     why: str | None = None
-    parts: dict[str, float] = field(default_factory=dict)  # of the last step's loss
+    parts: dict[str, float] = field(default_factory=dict)  # of these losses, their sums
 
 
 def drawn(rows: int, most: int | None, draws: torch.Generator) -> Int[Tensor, " R"]:
@@ -316,7 +316,7 @@ def _step(
             raise UserError(f"the {name} is {found} at step {course.step + 1}: lower {rate}")
     optimizer.step()
     course.losses.append(value)
-    course.parts = dict(loss.parts)
+    course.parts = {name: course.parts.get(name, 0.0) + part for name, part in loss.parts.items()}
     course.step += 1
     course.tokens += sum(len(text.tokens) for text in batch)
     course.seconds += time.perf_counter() - begin
@@ -340,12 +340,12 @@ def _judged(course: Course, score: Score, keep: Callable[[], None]) -> None:
             "seconds": course.seconds,
             "tokens": course.tokens,
             "loss": sum(course.losses) / len(course.losses),
-            **course.parts,
+            **{name: total / len(course.losses) for name, total in course.parts.items()},
             "value": score.value,
             **score.facts,
         }
     )
-    course.losses = []
+    course.losses, course.parts = [], {}
     if course.best is None or score.value > course.rows[course.best]["value"]:
         course.best = len(course.rows) - 1
         keep()

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from ..decoding.draft import Resources
 from ..decoding.model.source import Source
 from ..decoding.model.storage import Progress, atomic_file, cache_dir, file_digest
+from ..decoding.model.whose import NOTE
 from ..errors import UserError
 from .suffix_array import BORDER, DEPTH, SuffixArray, sort_places
-from .trained import NOTE
 
 KIND = f"datastore by {DEPTH} tokens"
 _NOTED = {"vocabulary": str, "largest": int, "corpus": str}  # in the file's note, by type

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..decoding.distillation import FILE, NOTE
+from ..decoding.distillation import FILE
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, chain
 from ..decoding.law import LawSettings, Processors, keyed_scores, perturbed
 from ..decoding.model.config import ModelConfig
@@ -20,6 +20,7 @@ from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..decoding.model.weights import open_safetensors
+from ..decoding.model.whose import NOTE, relation
 from ..decoding.noise import Noise
 from ..errors import UserError
 from .across import LONGER, MARGIN, Bridge, Shared, TextDrafter, Window
@@ -147,7 +148,7 @@ def _told_apart(path: str | None, draft: Source, target: Source) -> list[str]:
     if path is None or not weights.is_file():
         return []
     note = json.loads((open_safetensors(weights).metadata() or {}).get(NOTE, "{}"))
-    if note.get("target", target.digest) == target.digest:
+    if relation(note, target) != "other":
         return []
     return [
         f"{draft.label} was trained to draft for {note.get('target_label')}, not for {target.label}: train one for it"

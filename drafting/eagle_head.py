@@ -16,9 +16,10 @@ from ..decoding.model.config import ModelConfig
 from ..decoding.model.decoder import Tap
 from ..decoding.model.reading import Product as Unembedding
 from ..decoding.model.source import Source
+from ..decoding.model.whose import note_of
 from ..errors import UserError
 from ..kernels.linear import Linear
-from .trained import Trained, note_of
+from .trained import Trained
 from .vocabulary import narrowed
 
 _OURS = {  # what our note calls the fields of a config.json

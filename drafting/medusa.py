@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from ..decoding.draft import EMPTY, Draft, Gives, Needs, Opened, Resources, Room, Seen, tree
 from ..decoding.model.reading import Product
 from ..decoding.model.source import Source
+from ..decoding.model.whose import note_of
 from ..decoding.noise import Noise
 from ..errors import UserError
 from ..kernels.linear import Linear
-from .trained import Trained, note_of, open_trained
+from .trained import Trained, open_trained
 from .trees import TreeShape, Wanted, asked, file_of, listed, optimal
 from .vocabulary import narrowed
 

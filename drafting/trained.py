@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..decoding.model.source import Source
+from ..decoding.model.whose import NOTE, relation
 from ..errors import UserError
 
-NOTE = "decodelab"  # the key of our note in a file's metadata
 CONFIG = "config.json"
 SHIPPED = Path(__file__).parent / "heads"
 
@@ -47,13 +47,13 @@ class Trained:
     def check_target(self, target: Source) -> list[str]:
         """Refuses a part of another target; warns where nobody noted whose it is, and where the weights that it was
         trained for and the target's are quantised copies of the same, or one of the other."""
-        if (digest := self.about.get("target")) is None:
+        related = relation(self.about, target)
+        if related == "unknown":
             return [f"{self.file} does not say which model it belongs to: with another one its drafts are worthless"]
-        if digest == target.digest:
+        if related == "own":
             return []
         told = self.about.get("target_label", "another model")
-        theirs = {digest, self.about.get("origin")} - {None}
-        if theirs & {target.digest, target.origin}:
+        if related == "kin":
             return [
                 f"{self.file} was trained for {told}, and {target.label} has the same weights quantised otherwise: its "
                 "drafts may be accepted less often"
@@ -64,17 +64,9 @@ class Trained:
                 f"one (decodelab train train={self.about['kind']} model=…), or name it with drafting.path="
             )
         raise UserError(
-            f"{self.file} was trained for {told} (weights {str(digest)[:12]}), not for {target.label} "
+            f"{self.file} was trained for {told} (weights {str(self.about['target'])[:12]}), not for {target.label} "
             f"({target.digest[:12]}): train one for it, or name its own model"
         )
-
-
-def note_of(kind: str, target: Source, about: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a file of ours."""
-    whose = {"target": target.digest, "target_label": target.label}
-    if target.origin is not None:
-        whose["origin"] = target.origin
-    return {NOTE: json.dumps({"kind": kind, **whose, **about})}
 
 
 def open_trained(path: str | None, kind: str, names: tuple[str, ...], key: str = "drafting.path") -> Trained:
