@@ -393,6 +393,28 @@ def _save(
         written.write(content)
 
 
+def check_state(file: Path, known: Mapping[str, Any]) -> None:
+    """Refuses a state of another training, by what is known of this one's identity."""
+    with _opened(file) as stored:
+        was = json.loads(stored.metadata()[_STATE])["identity"]
+        plain = json.loads(json.dumps(dict(known), default=str))
+        if differing := [key for key in plain if was.get(key) != plain[key]]:
+            told = ", ".join(differing)
+            raise UserError(f"{file} is of another training: {told} differ; name another output, or delete that file")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A state; what is none is one line."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            yield stored
+    except UserError:
+        raise
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is no training's state ({error}): delete it and train again") from None
+
+
 def _load(
     file: Path,
     identity: Mapping[str, Any],
@@ -400,19 +422,10 @@ def _load(
     optimizer: torch.optim.AdamW,
     draws: torch.Generator,
 ) -> Course:
-    try:
-        with safe_open(file, framework="pt") as stored:
-            note = json.loads((stored.metadata() or {})[_STATE])
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        course = Course(**note["course"])
-        was = note["identity"]
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is no training's state ({error}): delete it and train again") from None
-    plain = json.loads(json.dumps(dict(identity), default=str))
-    if differing := [key for key in plain if was.get(key) != plain[key]]:
-        raise UserError(
-            f"{file} is of another training: {', '.join(differing)} differ; name another output, or delete that file"
-        )
+    check_state(file, identity)
+    with _opened(file) as stored:
+        course = Course(**json.loads(stored.metadata()[_STATE])["course"])
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"parameter/{name}"])

@@ -6,6 +6,7 @@ foretold itself, several times over, each time beside the keys and values it wou
 states may then be whatever foretells the tokens best. (Such unrolling serves EAGLE-1 too: HASS, arXiv:2408.15766.)
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,14 +48,14 @@ _DRAWN = 0.02  # the deviation of weights that begin by chance
 @dataclass(frozen=True, slots=True)
 class TrainEagle:
     """Settings. `version`: 1, or 3 with three hidden states fused. `unrolled`: how often the head reads what it
-    foretold, the first time included; `decay`: the weight of each time against the one before. `noise`: the largest
-    that is added to a hidden state, reached halfway (version 1); `states`: the weight of the loss on hidden states, of
-    which 1 − `states` is that on tokens (version 1). `rows`: rows that a step learns from (None: all of its texts).
-    `mlp_dim`: None for the target's. `vocabulary`: how many tokens the head knows, the most frequent of the answers
-    (None: all). `start`: a head to go on from."""
+    foretold, the first time included (None: 3 times with version 3, else once); `decay`: the weight of each time
+    against the one before. `noise`: the largest that is added to a hidden state, reached halfway (version 1); `states`:
+    the weight of the loss on hidden states, of which 1 − `states` is that on tokens (version 1). `rows`: rows that a
+    step learns from (None: all of its texts). `mlp_dim`: None for the target's. `vocabulary`: how many tokens the head
+    knows, the most frequent of the answers (None: all). `start`: a head to go on from."""
 
     version: Literal[1, 3] = 1
-    unrolled: int = 1
+    unrolled: int | None = None
     decay: float = 0.8
     noise: float = 0.1
     states: float = 0.9
@@ -69,8 +70,8 @@ class TrainEagle:
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
             raise UserError(f"train.version must be 1 or 3, got {self.version}")
-        if self.unrolled < 1:
-            raise UserError(f"train.unrolled must be at least 1, got {self.unrolled}")
+        if self.unrolled is not None and self.unrolled < 1:
+            raise UserError(f"train.unrolled must be at least 1, or null, got {self.unrolled}")
         if not 0 < self.decay <= 1:
             raise UserError(f"train.decay must be above 0 and at most 1, got {self.decay}")
         if not 0 <= self.noise < float("inf"):
@@ -81,6 +82,11 @@ class TrainEagle:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"train.{name} must be at least 1, or null, got {value}")
 
+    @property
+    def turns(self) -> int:
+        """How often the head reads what it foretold, the first time included."""
+        return self.unrolled or (3 if self.version == 3 else 1)
+
     def check(self, target: Source) -> Mapping[str, Tensor] | None:
         """The head of `start`. Refuses one of another target, or of another make than is asked for."""
         check_size(self.vocabulary, Eagle().topk, target.config.vocab_size)
@@ -88,7 +94,8 @@ class TrainEagle:
             return None
         theirs, trained = target.config, open_trained(self.start, "eagle", FILES, "train.start")
         config = read_config(trained, target.label, theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers)
-        trained.check_target(target)
+        for told in trained.check_target(target):
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
         wanted = self.config(ModelConfig.from_hf(theirs))
         found = read_tensors(trained, config, torch.float32, torch.device("cpu"))
         offsets = found.pop("d2t", None)
@@ -221,7 +228,7 @@ class EagleObjective:
         B, T = tokens.shape
         positions = torch.arange(T, device=tokens.device).expand(B, T)
         kept: list[tuple[Tensor, Tensor]] = []
-        for _ in range(self._settings.unrolled):
+        for _ in range(self._settings.turns):
             out = self._head(features, tokens, positions, partial(_attend, kept))
             yield out
             features = _later(out)

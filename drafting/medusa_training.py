@@ -4,6 +4,7 @@ Head i reads the hidden state of row t and learns token t + 2 + i: the target's 
 head's block begins with a weight of zero, so that at first it says what the target says.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from .trained import open_trained
 from .trees import TreeShape, fastest, measured
 from .vocabulary import check_known, check_size, known, narrowed
 
+MOST = 8  # heads, and blocks of one: a tree is guessed for so many
 NONE = -100  # the label of a row behind which so many tokens do not stand
 
 
@@ -48,8 +50,8 @@ class TrainMedusa:
 
     def __post_init__(self) -> None:
         for name in ("heads", "blocks"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise UserError(f"train.{name} must be 1 to {MOST}, got {getattr(self, name)}")
         if not 0 < self.decay <= 1:
             raise UserError(f"train.decay must be above 0 and at most 1, got {self.decay}")
         if self.rows is not None and self.rows < 1:
@@ -62,7 +64,8 @@ class TrainMedusa:
             return None
         trained = open_trained(self.start, "medusa", FILES, "train.start")
         check_shapes(trained, target.label, target.config.hidden_size, target.config.vocab_size)
-        trained.check_target(target)
+        for told in trained.check_target(target):
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
         found = {bare(name): tensor for name, tensor in trained.tensors().items()}
         layers = [f"{i}.{j}.linear" for i in range(self.heads) for j in range(self.blocks)]
         if found.keys() - {IDS} != {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}:

@@ -73,6 +73,7 @@ def answered(
         {
             "target": lab.source.digest,
             "law": asdict(lab.acceptance.law()),
+            "dtype": str(lab.target.dtype),
             "seed": seed,
             "max_new_tokens": settings.max_new_tokens,
         }
@@ -129,13 +130,14 @@ def answered(
 @dataclass(frozen=True, slots=True)
 class Lessons:
     """`texts` are learnt from, `held` are the answers to prompts kept back, and the counts are of what was left out: by
-    the context, by `longest`, by an answer that says too little."""
+    the context, by `longest`, by an answer that says too little, by a prompt that is kept back under another id."""
 
     texts: Sequence[Text]
     held: Sequence[Answer]
     no_room: int
     long: int
     short: int
+    twins: int = 0
 
     @staticmethod
     def of(answers: Answers, held_back: int, longest: int) -> "Lessons":
@@ -143,17 +145,19 @@ class Lessons:
         ids = dict.fromkeys(a.id for a in answers.all)
         enough(len(ids), held_back)
         back = set(sorted(ids, key=digest)[:held_back])
-        others = [a for a in answers.all if a.id not in back]
+        held = [a for a in answers.all if a.id in back]
+        known = {tuple(a.prompt) for a in held}
+        rest = [a for a in answers.all if a.id not in back]
+        others = [a for a in rest if tuple(a.prompt) not in known]
         said = [a for a in others if len(a.tokens) >= _LEAST]
         fitting = [a for a in said if len(a.prompt) + len(a.tokens) <= longest]
         if not fitting:
             raise UserError(
-                f"no text to learn from: it takes answers of {_LEAST} tokens, in texts of at most "
-                f"train.schedule.longest={longest}"
+                f"no text to learn from: it takes answers of {_LEAST} tokens (task.max_new_tokens) to prompts that are "
+                f"not kept back, in texts of at most train.schedule.longest={longest}"
             )
-        held = [a for a in answers.all if a.id in back]
-        long, short = len(said) - len(fitting), len(others) - len(said)
-        return Lessons([text(a) for a in fitting], held, answers.left_out, long, short)
+        long, short, twins = len(said) - len(fitting), len(others) - len(said), len(rest) - len(others)
+        return Lessons([text(a) for a in fitting], held, answers.left_out, long, short, twins)
 
     def left_out(self, settings: TaskSettings, schedule: Schedule, context: int) -> str | None:
         """In words."""
@@ -162,6 +166,7 @@ class Lessons:
             (self.no_room, "prompt", f" that left no room for {room} in the context of {context}"),
             (self.long, "text", f" of more than train.schedule.longest={schedule.longest} tokens"),
             (self.short, "answer", f" of fewer than {_LEAST} tokens"),
+            (self.twins, "prompt", " that is kept back as well"),
         ]
         listed = [counted(n, what) + why for n, what, why in told if n]
         return f"left out: {', '.join(listed)}" if listed else None

@@ -4,6 +4,7 @@ The answers are made first, side by side, and kept in the output's folder, so th
 for none again. Some prompts are kept back; on them the real loop says what the drafter is worth so far.
 """
 
+import hashlib
 import json
 import re
 import shlex
@@ -13,17 +14,20 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from ..decoding import loop
 from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, predict
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, named
 from ..decoding.request import Request
-from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, Watches, train
+from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, Watches, check_state, train
 from ..errors import UserError
 from . import hardware
 from .compose import defaults, quoted
@@ -31,7 +35,7 @@ from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
 from .files import make_folder, misfit, write_atomic
 from .format import duration, number, percent, size
-from .lab import Lab, build_lab
+from .lab import Heard, Lab, build_lab
 from .metrics import acceptance
 from .product import check_product, product
 from .progress import Watch
@@ -124,6 +128,7 @@ class Job:
     lessons: Lessons
     learner: Learner
     made: dict[str, Any]  # its provenance
+    known: dict[str, Any]  # of its identity, before there are answers
 
     @property
     def given(self) -> Any:
@@ -133,14 +138,7 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """What all numbers follow from: a state of another one is not gone on from."""
-        return {
-            "kind": self.settings.kind,
-            "settings": self.given,
-            "target": self.lab.source.digest,
-            "dtype": str(self.lab.target.dtype).removeprefix("torch."),
-            "answers": self.answers.digest,
-            "seed": self.config.seed,
-        }
+        return self.known | {"answers": self.answers.digest}
 
     @property
     def about(self) -> dict[str, Any]:
@@ -177,7 +175,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
     task = load_task(config.task)
     schedule = settings.schedule
     enough(len(task.items), schedule.held_back)
-    with Watch() as watch:
+    with Watch() as watch, Heard() as heard:
         source = target_of(config, dtype, watch.step)
         start = settings.check(source)
         check_product(config, source)
@@ -185,6 +183,9 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
             raise UserError(f"{found[0]} was not made by a training in this folder: name another output")
         make_folder(folder)
         stack.callback(lock_folder(folder, "a training").release)
+        known = _known(config, settings, source.digest, dtype, start)
+        if (folder / STATE).exists():
+            check_state(folder / STATE, known)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
         lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
         answers = answered(
@@ -205,12 +206,35 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
             dtype_reason=why,
             started_at=started.isoformat(timespec="seconds"),
         )
-        course, costs = _taught(Job(config, settings, folder, task, lab, answers, lessons, learner, made), watch)
+        job = Job(config, settings, folder, task, lab, answers, lessons, learner, made, known)
+        course, costs = _taught(job, watch)
     _show(course, settings.kind, source, lessons, costs, lessons.left_out(config.task, schedule, lab.context))
+    for told in heard.texts:
+        print(f"note: {told}")
     print(f"written to {folder}; use it:\n{_command(settings.kind, config.model, folder)}")
     if isinstance(learner, Stands):
         return product(config, source, target, folder)
     return 0
+
+
+def _known(
+    config: RunConfig, settings: Trains, target: str, dtype: torch.dtype, start: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """What a training's numbers follow from, beside the answers."""
+    begun = None
+    if start is not None:
+        hashed = hashlib.sha256()
+        for name in sorted(start):
+            hashed.update(name.encode() + start[name].contiguous().view(torch.uint8).numpy().tobytes())
+        begun = hashed.hexdigest()[:16]
+    return {
+        "kind": settings.kind,
+        "settings": config.resolved["train"],
+        "start": begun,
+        "target": target,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": config.seed,
+    }
 
 
 def _taught(job: Job, watch: Watch) -> tuple[Course, dict[str, Any]]:
@@ -325,6 +349,8 @@ def _costs(
             wrong = misfit(found, _COSTS)
         except ValueError as error:
             wrong = str(error)
+        if wrong is None and not all(isfinite(s) and s > 0 for s in found["seconds"].values()):
+            wrong = "a step takes no such time"
         if wrong is not None:
             raise UserError(f"{file} is damaged ({wrong}): delete it, and costs are measured anew")
         if found["made"] == mark:

@@ -18,9 +18,7 @@ from decodelab.tests.rigged import ask
 from decodelab.tests.taught import said, taught, taught_source, tokens_per_step
 
 
-@pytest.mark.parametrize(
-    "keys", [{"version": 1}, {"version": 1, "unrolled": 2}, {"version": 3, "unrolled": 3}], ids=str
-)
+@pytest.mark.parametrize("keys", [{"version": 1}, {"version": 1, "unrolled": 2}, {"version": 3}], ids=str)
 def test_a_head_learns_what_comes_behind(keys, tmp_path):
     schedule = Schedule(epochs=6, batch=8, every=16, learning_rate=0.01)
     settings = TrainEagle(rows=None, schedule=schedule, **keys)
@@ -85,7 +83,7 @@ def test_unrolled_it_computes_what_it_will_when_it_drafts(version, monkeypatch):
     ("keys", "line"),
     [
         ({"version": 2}, "train.version must be 1 or 3, got 2"),
-        ({"unrolled": 0}, "train.unrolled must be at least 1, got 0"),
+        ({"unrolled": 0}, "train.unrolled must be at least 1, or null, got 0"),
         ({"noise": -1.0}, "train.noise must be 0 or more, got -1.0"),
         ({"states": 1.0}, "train.states is a share, from 0 to below 1, got 1.0"),
         ({"mlp_dim": 0}, "train.mlp_dim must be at least 1, or null, got 0"),
@@ -123,7 +121,7 @@ def test_a_head_that_knows_some_tokens_drafts_these_alone(version, tmp_path):
 def test_rows_of_tokens_that_are_not_known_teach_nothing():
     target, text = taught(), said(1)[0]
     lost = text.tokens[text.first + 3]
-    settings = TrainEagle(version=3, vocabulary=60, rows=None)
+    settings = TrainEagle(version=3, unrolled=1, vocabulary=60, rows=None)
     start = settings.learner(taught_source(), target, (), 0, None).objective
     ids = torch.tensor([t for t in range(61) if t != lost])
     some = EagleObjective(settings, start.config, target, start.parameters, ids)

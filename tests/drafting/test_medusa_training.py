@@ -76,7 +76,8 @@ def test_some_rows_are_drawn():
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"heads": 0}, "train.heads must be at least 1, got 0"),
+        ({"heads": 0}, "train.heads must be 1 to 8, got 0"),
+        ({"blocks": 9}, "train.blocks must be 1 to 8, got 9"),
         ({"decay": 0.0}, "train.decay must be above 0 and at most 1, got 0.0"),
         ({"rows": 0}, "train.rows must be at least 1, or null for all, got 0"),
     ],

@@ -1,15 +1,16 @@
-"""The heads in drafting/heads: whose they are, what they were made of, and that they are found where no path is given."""
+"""The heads in drafting/heads: whose they are, how they were made, and that they are found where no path is given."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from decodelab.decoding.model.fetch import EMBEDDED
 from decodelab.decoding.model.source import Source
 from decodelab.drafting.eagle import Eagle
 from decodelab.drafting.medusa import Medusa
-from decodelab.drafting.trained import SHIPPED
+from decodelab.drafting.trained import SHIPPED, open_trained
 from decodelab.errors import UserError
 from decodelab.tests.taught import taught_source
 
@@ -56,3 +57,20 @@ def test_they_are_small_and_say_what_they_were_made_of():
     said = files["README.md"].read_text(encoding="utf-8")
     for word in ("decodelab train", "seed", "licence", "Dolly", "HH-RLHF", "GSM8K", "MBPP", "CC-BY-SA-3.0", "MIT"):
         assert word in said
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_command_is_the_one_that_made_it(kind: str):
+    said = (SHIPPED / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = said.splitlines()
+    own = next(line for line in lines if f"train train={kind} " in line)
+    words = [*own.split(), *(word for line in lines if line.startswith("#  ") for word in line.split())]
+    words += next(line for line in lines if line.startswith("# SAME: ")).split()
+    given = {key: value for key, _, value in (word.partition("=") for word in words) if key.startswith("train.")}
+    assert len(given) > 8
+    settings = open_trained(None, kind, (f"{kind}.safetensors",)).about["settings"]
+    for key, value in given.items():
+        found: Any = settings
+        for name in key.removeprefix("train.").split("."):
+            found = found[name]
+        assert found == yaml.safe_load(value), key

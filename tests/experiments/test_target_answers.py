@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def test_what_leaves_no_room_is_left_out_with_what_follows_it(tmp_path: Path):
 
 
 def of(id: str, turn: int, prompt: int, tokens: int) -> Answer:
-    return Answer(id, turn, tiny_lab().request([1] * prompt, 4), (2,) * tokens, 0.0)
+    """Items have prompts of their own."""
+    return Answer(id, turn, tiny_lab().request([ord(id) - 90] * prompt, 4), (2,) * tokens, 0.0)
 
 
 def test_an_item_is_kept_back_with_all_of_its_turns():
@@ -122,9 +124,22 @@ def test_an_item_is_kept_back_with_all_of_its_turns():
     back = set(sorted("abcd", key=digest)[:2])
     assert [(a.id, a.turn) for a in lessons.held] == [(a.id, a.turn) for a in given if a.id in back]
     assert len(lessons.texts) == len(lessons.held) == 4
-    assert lessons.texts[0].tokens == (1, 1, 1, 1, 2, 2, 2, 2)
+    first = next(a for a in given if a.id not in back)
+    assert lessons.texts[0].tokens == (*first.prompt, 2, 2, 2, 2)
     assert lessons.texts[0].first == 4
     assert lessons.left_out(texts("a")[1], Schedule(), 64) is None
+
+
+def test_a_prompt_that_is_kept_back_is_not_learnt_from_under_another_id():
+    back = min("abc", key=digest)
+    given = [of(name, 1, 4, 4) for name in "abc"]
+    twin = replace(next(a for a in given if a.id == back), id="twin")
+    if digest("twin") < digest(back):
+        back, given = "twin", [twin, *given]
+    lessons = Lessons.of(Answers((*given, twin) if back != "twin" else tuple(given), 0, ""), 1, 100)
+    assert [a.id for a in lessons.held] == [back]
+    assert len(lessons.texts) == 2
+    assert lessons.left_out(texts("a")[1], Schedule(), 64) == "left out: 1 prompt that is kept back as well"
 
 
 def test_what_is_not_learnt_from_is_counted():
@@ -139,5 +154,5 @@ def test_what_is_not_learnt_from_is_counted():
     )
     with pytest.raises(UserError, match=r"^train.schedule.held_back=6 of 6 prompts leaves none to learn from"):
         Lessons.of(Answers(tuple(given), 0, ""), 6, 10)
-    with pytest.raises(UserError, match=r"^no text to learn from: it takes answers of 3 tokens, .*longest=7$"):
+    with pytest.raises(UserError, match=r"^no text to learn from: it takes answers of 3 tokens .*longest=7$"):
         Lessons.of(Answers(tuple(given), 0, ""), 1, 7)

@@ -335,6 +335,23 @@ def test_a_warm_start_begins_where_the_other_ended(bench: Any):
     assert main(words(bench, "medusa", "third", start, "train.heads=3")) == 2
 
 
+def test_a_folder_of_another_training_is_refused_before_any_answer(
+    bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert main(words(bench, "medusa", "first")) == 0
+    assert main(words(bench, "medusa", "other", "seed=3")) == 0
+    start = [f"train.start={bench.root / 'first'}", "train.heads=2"]
+    assert main(words(bench, "medusa", "second", *start)) == 0
+    monkeypatch.setattr(job, "answered", lambda *args, **options: pytest.fail("answers were asked for"))
+    again = f"{bench.root / 'second' / 'state.safetensors'} is of another training: "
+    assert main(words(bench, "medusa", "second", *start, "seed=1")) == 2
+    assert f"{again}seed differ; name another output" in capsys.readouterr().err
+    # the same path holds other heads now
+    shutil.copy(bench.root / "other" / "medusa.safetensors", bench.root / "first" / "medusa.safetensors")
+    assert main(words(bench, "medusa", "second", *start)) == 2
+    assert f"{again}start differ; name another output" in capsys.readouterr().err
+
+
 def test_the_target_may_be_quantised(bench: Any, capsys: pytest.CaptureFixture[str]):
     """The heads learn from the quantised copy's own answers and states; with the weights it was made from they draft
     too, and a line says so."""

@@ -1,1 +1,0 @@
-from ..errors import UserError as UserError  # moved; this file goes
