@@ -9,7 +9,7 @@ import pytest
 from decodelab.experiments import product
 from decodelab.experiments.cli import main
 from decodelab.tests.experiments.bench import strict
-from decodelab.tests.experiments.test_train import words
+from decodelab.tests.experiments.trainings import words
 
 ASKED = [{"id": f"q{i}", "question": f"what is {i} ab {i}?", "answer": str(i)} for i in range(6)]
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,27 +26,10 @@ from decodelab.experiments import train as job
 from decodelab.experiments.cli import main
 from decodelab.experiments.compose import compose
 from decodelab.experiments.sweep.lock import lock_folder
+from decodelab.tests.experiments.trainings import KINDS, ROWS, words
 
-KINDS = {
-    "medusa": ["train.heads=2"],
-    "eagle": ["train.mlp_dim=16"],
-    "draft": ["train.student.keep=1"],
-    "student": ["train.student.keep=1"],
-}
 FILES = {"draft": "model.safetensors", "student": "model.safetensors"}
 USED = {"draft": ("drafting=draft_model", "drafting.model.path="), "student": ("model.path=",)}
-ROWS: Sequence[Mapping[str, Any]] = [{"id": f"p{n}", "prompt": f"{n} ab {n} ab {n}"} for n in range(8)]
-
-
-def words(bench: Any, kind: str, output: str, *more: str, rows: Sequence[Mapping[str, Any]] = ROWS) -> list[str]:
-    task = bench.root / "prompts.jsonl"
-    task.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return [
-        "train", f"train={kind}", f"model.path={bench.checkpoint}", "device=cpu", "threads=1", "dtype=float32",
-        f"task.path={task}", "task.max_new_tokens=12", "batch=3", "train.schedule.held_back=2",
-        "train.schedule.batch=2", "train.schedule.every=3", "train.schedule.epochs=4", *KINDS[kind],
-        f"output={bench.root / output}", *more,
-    ]  # fmt: skip
 
 
 def parameters(folder: Path, kind: str) -> dict[str, Any]:
