@@ -91,6 +91,20 @@ def test_the_learning_rate_rises_and_then_falls():
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
 
 
+def test_a_row_tells_the_means_of_its_own_steps(tmp_path: Path):
+    seen: list[float] = []
+
+    class Heard(Mean):
+        def loss(self, *args: Any) -> Loss:
+            found = super().loss(*args)
+            seen.append(found.parts["wanted"])
+            return found
+
+    course = run(Heard(), tmp_path)
+    for n, row in enumerate(course.rows):
+        assert row["wanted"] == pytest.approx(sum(seen[2 * n : 2 * n + 2]) / 2)
+
+
 def test_the_best_is_kept(tmp_path: Path):
     kept: list[float] = []
     course = run(Mean(), tmp_path, judged=[1.0, 1.4, 1.2, 1.4, 1.5, 0.2], kept=kept)

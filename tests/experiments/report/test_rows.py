@@ -187,7 +187,30 @@ def test_another_form_of_the_target_has_another_baseline_so_rows_are_ranked_by_r
     assert [(row.run.folder.name, row.speed) for row in g.rows] == [("a", 200.0), ("b", 100.0)]
 
 
+def test_a_quantiser_is_named_where_rows_differ_in_it():
+    rtn = {"_target_": "decodelab.quantization.rtn.RTN", "bits": 4}
+    stored = {"_target_": "decodelab.quantization.none.AsStored"}
+    g = group(run("a", config__quantization=rtn), run("b", config__quantization=stored))
+    assert sorted(row.label for row in g.rows) == ["prompt_lookup", "prompt_lookup rtn"]
+    g = group(run("a", config__quantization=rtn), run("b", config__quantization=rtn | {"bits": 3}))
+    assert sorted(row.label for row in g.rows) == ["prompt_lookup bits=3", "prompt_lookup bits=4"]
+
+
 # --- quality
+
+
+def test_kl_to_one_reference_is_a_score_of_which_less_is_better():
+    def led(kl: float, key: str = "ref") -> dict[str, Any]:
+        found = {"reference": {"key": key}, "tokens": 90, "kl": {"value": kl, "low": None, "high": None, "n": 9}}
+        return quality(gsm=0.5) | {"divergence": found}
+
+    g = group(run("a", quality=led(0.2)), run("b", quality=led(0.1)), run("c", quality=led(0.1, "another")))
+    assert [m.title for m in g.measures] == ["gsm acc", "reference KL, model only", "reference KL, model only"]
+    (measure,) = {m for row in g.rows[:2] for m in row.scores if m.metric == "KL"}
+    assert not measure.higher
+    assert {row.run.folder.name: row.scores[measure].value for row in g.rows if measure in row.scores} == {
+        "a": 0.2, "b": 0.1,
+    }  # fmt: skip
 
 
 def test_scores_are_compared_where_the_question_was_the_same():

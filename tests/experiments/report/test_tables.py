@@ -228,3 +228,9 @@ def test_a_replay_foretells_a_speedup_only_where_it_has_one(predicted: float | N
     (group,) = grouped([run(replay={"source": "x/samples.jsonl", "device": "a"}, predicted_speedup=predicted)])
     (line,) = [note for note in notes(group) if note.startswith("replayed")]
     assert line.endswith("in the replay" if predicted else "nothing was timed")
+
+
+def test_the_terminal_shows_bytes_where_they_differ():
+    alike = [run("a"), run("b", config__seed=1)]
+    assert "weights" not in terminal(alike, width=200)[2].split()
+    assert "weights" in terminal([*alike, run("c", config__seed=2, memory__weights_bytes=2**19)], width=200)[2].split()
