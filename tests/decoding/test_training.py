@@ -153,7 +153,9 @@ def test_a_training_that_was_broken_off_goes_on_exactly(broken: int, tmp_path: P
 
 
 @pytest.mark.parametrize("pressed", [1, 3, 4, 12])
-def test_ctrl_c_waits_for_the_end_of_a_step(pressed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    pressed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c: None
+):
     """Pressed when its chance is drawn and nothing has changed yet: no step is lost, none is made twice."""
     first, second = tmp_path / "whole", tmp_path / "broken"
     first.mkdir()

@@ -107,7 +107,9 @@ def test_what_is_left_out_is_told(bench: Any, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_ctrl_c_loses_nothing(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_ctrl_c_loses_nothing(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ctrl_c: None
+):
     """In the answers, in a step, in a validation: the same command goes on to the same heads."""
     assert main(words(bench, "medusa", "whole")) == 0
     folder = bench.root / "pressed"
