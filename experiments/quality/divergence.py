@@ -60,17 +60,24 @@ class Led:
 @torch.inference_mode()
 def record(lm: "DecodelabLM", golds: Sequence[Gold], key: str, skipped: int, progress: Progress) -> Recorded | None:
     """One pass over each passage. None where no item has an answer."""
-    top = []
+    vocab, at = lm.lab.target.config.vocab, 0
+    top = Top.room(sum(gold.tokens for gold in golds), min(TOP, vocab))
     for i, gold in enumerate(golds):
         progress("reading gold answers", i, len(golds))
         for context, answer in gold.passages:
-            top += [Top.of(rows).cpu() for logits in lm.foretold(context, answer) for rows in logits.split(ROWS)]
+            for rows in _foretold(lm, context, answer):
+                top.put(at, Top.of(rows))
+                at += len(rows)
     if not golds:
         return None
     progress("reading gold answers", len(golds), len(golds))
-    vocab = lm.lab.target.config.vocab
-    made = Recorded(key, tokenizer_digest(lm.tokenizer), vocab, None, skipped, tuple(golds), Top.join(top))
+    made = Recorded(key, tokenizer_digest(lm.tokenizer), vocab, None, skipped, tuple(golds), top)
     return replace(made, floor=_floor(lm, made, progress))
+
+
+def _foretold(lm: "DecodelabLM", context: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
+    for logits in lm.foretold(context, answer):
+        yield from logits.split(ROWS)
 
 
 def _floor(lm: "DecodelabLM", made: Recorded, progress: Progress) -> dict[str, Any] | None:
@@ -141,17 +148,15 @@ def lead(lm: "DecodelabLM", made: Recorded, asked: set[Key], progress: Progress)
 
 
 def _led(lm: "DecodelabLM", gold: Gold, top: Top) -> Led:
-    kl, choices, sure = [], [], []
+    losses, sure, here = (np.empty(gold.tokens, dtype) for dtype in (float, float, int))  # filled, as Top.room says why
     at = 0
     for context, answer in gold.passages:
-        for logits in lm.foretold(context, answer):
-            for rows in logits.split(ROWS):
-                kl.append(top[at : at + len(rows)].to(rows.device).kl(rows).cpu())
-                best = rows.softmax(-1).max(-1)
-                choices.append(rows.argmax(-1).cpu())
-                sure.append(best.values.float().cpu())
-                at += len(rows)
-    losses, here = torch.cat(kl).numpy(), torch.cat(choices)
+        for rows in _foretold(lm, context, answer):
+            of = slice(at, at + len(rows))
+            losses[of] = top[of].to(rows.device).kl(rows).cpu().numpy()
+            here[of] = rows.argmax(-1).cpu().numpy()
+            sure[of] = rows.softmax(-1).amax(-1).float().cpu().numpy()
+            at = of.stop
     step = int(losses.argmax())
     p = top.logp[step].exp().max()
     token = Token(
@@ -159,9 +164,9 @@ def _led(lm: "DecodelabLM", gold: Gold, top: Top) -> Led:
         step,
         *_place(gold, step),
         (int(top.choice[step]), float(p)),
-        (int(here[step]), float(torch.cat(sure)[step])),
+        (int(here[step]), float(sure[step])),
     )
-    return Led(gold, losses, (here != top.choice).numpy().astype(float), token)
+    return Led(gold, losses, (here != top.choice.numpy()).astype(float), token)
 
 
 def _place(gold: Gold, step: int) -> tuple[int, int]:

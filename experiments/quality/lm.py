@@ -24,6 +24,7 @@ from ..lab import Lab, Progress
 from .answers import Answer, Answers, request_digest
 
 LOGITS = 128  # rows of float32 logits held at once
+FOREST = 256  # rows of continuations behind one context; each holds a mask over all keys, which a prompt does not need
 DRAWN = ("temperature", "top_k", "top_p", "min_p")  # keys of lm-eval's tasks that mean nothing to greedy decoding
 
 Ask = Callable[[Sequence[Any]], list[Answer]]
@@ -319,7 +320,7 @@ class DecodelabLM(TemplateLM):
         The context is read once; the short continuations behind it are one forest, a long one is read with the context.
         """
         hidden: dict[int, torch.Tensor] = {}
-        short = [i for i, c in enumerate(continuations) if len(c) <= PREFILL_CHUNK]
+        short = [i for i, c in enumerate(continuations) if len(c) <= FOREST]
         for i in set(range(len(continuations))) - set(short):
             read, _ = self._read([*context, *continuations[i][:-1]])
             hidden[i] = read[len(context) - 1 :]
@@ -340,10 +341,10 @@ class DecodelabLM(TemplateLM):
     def _forests(self, context: Sequence[int], continuations: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         packs: list[list[int]] = [[]]
         for i, c in continuations.items():
-            if sum(len(continuations[j]) for j in packs[-1]) + len(c) > PREFILL_CHUNK:
+            if sum(len(continuations[j]) for j in packs[-1]) + len(c) > FOREST:
                 packs.append([])
             packs[-1].append(i)
-        read, (cache, slot) = self._read(context, PREFILL_CHUNK)
+        read, (cache, slot) = self._read(context, FOREST)
         hidden = {}
         for pack in packs:
             tokens: list[int] = []

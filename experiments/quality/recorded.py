@@ -71,11 +71,15 @@ class Top:
         return Top(ids.int(), logp.gather(-1, ids).float(), _others(logp, ids).float(), logits.argmax(-1).int())
 
     @staticmethod
-    def join(parts: Sequence["Top"]) -> "Top":
-        return Top(*(torch.cat([getattr(part, name) for part in parts]) for name in Top.__slots__))
+    def room(tokens: int, k: int) -> "Top":
+        """To be filled by `put`. Small results that are kept one by one between large logits that are not would hold
+        the heap apart: gigabytes after a long text."""
+        ids, choice = torch.zeros(tokens, k, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+        return Top(ids, torch.zeros(tokens, k), torch.zeros(tokens), choice)
 
-    def cpu(self) -> "Top":
-        return self.to(torch.device("cpu"))
+    def put(self, at: int, rows: "Top") -> None:
+        for name in Top.__slots__:
+            getattr(self, name)[at : at + len(rows.choice)] = getattr(rows, name)
 
     def to(self, device: torch.device) -> "Top":
         return Top(*(getattr(self, name).to(device) for name in Top.__slots__))

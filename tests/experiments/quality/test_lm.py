@@ -80,6 +80,7 @@ def test_what_argmax_would_say_is_greedy():
 def test_however_context_and_choices_are_read(chunk: int, monkeypatch: pytest.MonkeyPatch):
     """In chunks, as one forest, as several, or a long choice by itself: the sum over a plain forward."""
     monkeypatch.setattr(module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(module, "FOREST", chunk)
     monkeypatch.setattr(module, "LOGITS", 2)
     lab = tiny_lab()
     context, choices = [5, 6, 7, 8, 9, 10], [[11], [12, 13], [12, 14, 15, 16], [20, 21, 22, 23, 24, 25, 26], []]
