@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROWS = 32  # of logits in float64 at once
 FLOOR = 2048  # tokens on which the noise of rounding is measured
+READING = "reading tokens of gold answers"
 BEFORE = 24  # tokens shown before the worst one
 
 Key = tuple[str, str, int]
@@ -62,15 +63,17 @@ def record(lm: "DecodelabLM", golds: Sequence[Gold], key: str, skipped: int, pro
     """One pass over each passage. None where no item has an answer."""
     vocab, at = lm.lab.target.config.vocab, 0
     top = Top.room(sum(gold.tokens for gold in golds), min(TOP, vocab))
-    for i, gold in enumerate(golds):
-        progress("reading gold answers", i, len(golds))
+    total, read = sum(gold.rows for gold in golds), 0
+    for gold in golds:
+        progress(READING, read, total)
+        read += gold.rows
         for context, answer in gold.passages:
             for rows in _foretold(lm, context, answer):
                 top.put(at, Top.of(rows))
                 at += len(rows)
     if not golds:
         return None
-    progress("reading gold answers", len(golds), len(golds))
+    progress(READING, total, total)
     made = Recorded(key, tokenizer_digest(lm.tokenizer), vocab, None, skipped, tuple(golds), top)
     return replace(made, floor=_floor(lm, made, progress))
 
@@ -136,14 +139,16 @@ def refuse_recorded(made: Recorded, folder: Path, key: str, tokenizer: Any, voca
 @torch.inference_mode()
 def lead(lm: "DecodelabLM", made: Recorded, asked: set[Key], progress: Progress) -> list[Led]:
     """Through the answers of the items that are asked for, as the reference was."""
-    found, at = [], 0
-    for i, gold in enumerate(made.golds):
-        progress("reading gold answers", i, len(made.golds))
+    found, at, read = [], 0, 0
+    total = sum(gold.rows for gold in made.golds if gold.key in asked)
+    for gold in made.golds:
         rows = slice(at, at + gold.tokens)
         at = rows.stop
         if gold.key in asked:
+            progress(READING, read, total)
+            read += gold.rows
             found.append(_led(lm, gold, made.top[rows]))
-    progress("reading gold answers", len(made.golds), len(made.golds))
+    progress(READING, total, total)
     return found
 
 

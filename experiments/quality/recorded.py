@@ -53,6 +53,11 @@ class Gold:
     def tokens(self) -> int:
         return sum(len(answer) for _, answer in self.passages)
 
+    @property
+    def rows(self) -> int:
+        """Tokens that are read, what stands before the answers among them."""
+        return sum(len(context) + len(answer) - 1 for context, answer in self.passages)
+
 
 @dataclass(frozen=True, slots=True)
 class Top:
