@@ -1,6 +1,6 @@
 """Where keys and values live: a committed prefix a sequence, and rows staged behind it until a commit keeps some."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +71,51 @@ class Cache(Protocol):
     def slots(self) -> int: ...
 
 
+def place(
+    rows: Rows,
+    sequence: int,
+    a: int,
+    b: int,
+    committed: int,
+    mine: Sequence[int],
+    parents: Sequence[int],
+    windows: Set[int | None],
+    device: torch.device,
+) -> tuple[Part, np.ndarray]:
+    """(rows [a, b) of `sequence` behind its `committed` ones in order of position, their positions).
+
+    `mine`: numbers of its staged rows, these among them; `parents`: of all staged rows; `windows`: that layers have.
+    """
+    count = b - a
+    earlier = len(mine) - count
+    slot = committed + earlier
+    if rows.prompt and not earlier and count > LONG_CHAIN:
+        return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
+    keys = padded_keys(slot + count)
+    if earlier or not rows.chain:
+        local = {-1: -1} | {number: i for i, number in enumerate(mine)}
+        shape = tuple(local[parents[number]] for number in mine)
+    else:
+        shape = tuple(range(-1, count - 1))
+    depth, sees = forest(shape)
+    depth_of = np.array(depth)
+    at = committed + depth_of[earlier:]
+    blocked: dict[int | None, Tensor] = {}
+    if None in windows and (count > 1 or earlier or keys > slot + count):
+        hidden = np.ones((count, keys - committed), dtype=bool)
+        hidden[:, : earlier + count] = ~sees[earlier:]
+        blocked[None] = torch.from_numpy(hidden).to(device)
+    for window in windows - {None}:
+        assert window is not None
+        hidden = np.ones((count, keys), dtype=bool)
+        slots = np.arange(committed)
+        hidden[:, :committed] = slots[None] <= at[:, None] - window
+        near = depth_of[None] > depth_of[earlier:, None] - window
+        hidden[:, committed : committed + earlier + count] = ~(sees[earlier:] & near)
+        blocked[window] = torch.from_numpy(hidden).to(device)
+    return Part(sequence, a, b, slot, keys, False, blocked), at
+
+
 class DenseCache:
     """Every sequence has `capacity` slots of its own, allocated at once and zeroed; windows are masks.
 
@@ -86,8 +131,7 @@ class DenseCache:
         self.layout = layout
         self.capacity = padded_keys(-(-capacity // _ALIGN) * _ALIGN)
         self.device = torch.device(device)
-        self._windows = sorted({layer.window for layer in layout.layers if layer.window is not None})
-        self._unwindowed = any(layer.window is None for layer in layout.layers)
+        self._windows = {layer.window for layer in layout.layers}
         # layers with the same number of heads share one tensor [2, layers, sequences, Hkv, S, D]: a commit is one copy
         by_heads: dict[int, list[int]] = {}
         for owner in layout.owners:
@@ -160,40 +204,14 @@ class DenseCache:
         self._parents += rows.parents.tolist()
         parts, positions = [], np.empty(len(rows), dtype=np.int64)
         for sequence, a, b in runs:
-            part, at = self._place(sequence, a, b, rows)
+            mine = self._staged_of[sequence]
+            mine += range(rows.first + a, rows.first + b)
+            part, at = place(
+                rows, sequence, a, b, self._length[sequence], mine, self._parents, self._windows, self.device
+            )
             parts.append(part)
             positions[a:b] = at
         return Placement(torch.from_numpy(positions).to(self.device), tuple(parts))
-
-    def _place(self, sequence: int, a: int, b: int, rows: Rows) -> tuple[Part, np.ndarray]:
-        committed, mine = self._length[sequence], self._staged_of[sequence]
-        earlier, count = len(mine), b - a
-        mine += range(rows.first + a, rows.first + b)
-        slot = committed + earlier
-        if rows.prompt and not earlier and count > LONG_CHAIN:
-            return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
-        keys = padded_keys(slot + count)
-        if earlier or not rows.chain:
-            local = {-1: -1} | {number: i for i, number in enumerate(mine)}
-            parents = tuple(local[self._parents[number]] for number in mine)
-        else:
-            parents = tuple(range(-1, count - 1))
-        depth, sees = forest(parents)
-        depth_of = np.array(depth)
-        at = committed + depth_of[earlier:]
-        blocked: dict[int | None, Tensor] = {}
-        if self._unwindowed and (count > 1 or earlier or keys > slot + count):
-            hidden = np.ones((count, keys - committed), dtype=bool)
-            hidden[:, : earlier + count] = ~sees[earlier:]
-            blocked[None] = torch.from_numpy(hidden).to(self.device)
-        for window in self._windows:
-            hidden = np.ones((count, keys), dtype=bool)
-            slots = np.arange(committed)
-            hidden[:, :committed] = slots[None] <= at[:, None] - window
-            near = depth_of[None] > depth_of[earlier:, None] - window
-            hidden[:, committed : committed + earlier + count] = ~(sees[earlier:] & near)
-            blocked[window] = torch.from_numpy(hidden).to(self.device)
-        return Part(sequence, a, b, slot, keys, False, blocked), at
 
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
