@@ -14,6 +14,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFL
 import jaxtyping
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 torch.set_num_threads(1)  # tiny tensors; more threads only fight over the cores
 
@@ -96,6 +97,7 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh memory is NaN (the largest value for integers): what leaves a cell unwritten and reads it fails loudly."""
+    _device_constructors()  # is kept from its first call on: `with torch.device` must know the functions themselves
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
