@@ -23,9 +23,9 @@ class Pages:
     """A pool of `total` blocks of `size` tokens. A block is free, used by at least one sequence, or cached: nobody
     refers to it, but it holds a published prefix until it is evicted, the one longest unused first.
 
-    Only full blocks of committed tokens are published, by a digest of all tokens up to their end, and only with `share`.
-    A sequence writes to a block of its own alone: what another one refers to as well is copied first, and what is
-    written to is published no longer. A pool is of one model and one layout, which the digests do not name.
+    Only full blocks of committed tokens are published, by a digest of all tokens up to their end, and only with
+    `share`. A sequence writes to a block of its own alone: what another one refers to as well is copied first, and what
+    is written to is published no longer. A pool is of one model and one layout, which the digests do not name.
     """
 
     def __init__(self, total: int, size: int, *, share: bool = True) -> None:

@@ -14,12 +14,14 @@ from .stopping import Reason
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A prompt was read and its first token decided. `seconds`: the target's forwards; `draft_s`: start and observe."""
+    """A prompt was read and its first token decided. `seconds`: the target's forwards; `draft_s`: start and observe;
+    `found`: how many of its tokens were in the cache already."""
 
     request: int
     tokens: int
     seconds: float
     draft_s: float
+    found: int = 0
 
 
 @dataclass(slots=True)
@@ -33,7 +35,8 @@ class Step:
 
     `ranks[i]`: the place of accepted token i among its siblings. `offered[i]`: how many candidates there were for
     emitted token i (0 for the target's own behind a leaf); both are empty where nothing was drafted. `drafted_by`: how
-    many candidates each of the drafter's sources offered, those that others offered too among them.
+    many candidates each of the drafter's sources offered, those that others offered too among them. `kv_blocks`: of a
+    paged cache, in use by all of its sequences.
     """
 
     request: int
@@ -48,6 +51,7 @@ class Step:
     also_proposed: tuple[tuple[str, ...], ...]
     kv_bytes: int = 0
     kv_slots: int = 0
+    kv_blocks: int | None = None
     at_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

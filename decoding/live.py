@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.cache import Cache
+from ..attention.paged import PagedCache
 from ..attention.rows import Rows
 from ..errors import UserError
 from .acceptance import Verdict
@@ -42,6 +43,7 @@ class Live:
     tokens: list[int] = field(default_factory=list)  # prompt and output
     state: Any = None  # the drafter's
     started: bool = False  # the drafter has a state of it that is not finished
+    held: bool = True  # it has its slot in the cache
 
     @property
     def pending(self) -> int:
@@ -112,6 +114,7 @@ class Live:
             also_proposed=tuple(_rivals(draft, row, sources) for row in kept.path),
             kv_bytes=cache.nbytes,
             kv_slots=cache.slots,
+            kv_blocks=cache.pages.used if isinstance(cache, PagedCache) else None,
             ranks=tuple(siblings[draft.parents[row]].index(row) for row in kept.path),
             offered=offered if len(draft) else (),
             drafted_by=_proposed(draft, sources),

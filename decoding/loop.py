@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ..attention.cache import Cache
+from ..attention.paged import PagedCache
 from ..attention.rows import chains
 from .acceptance import Acceptance
-from .draft import EMPTY, Draft, Drafter, Opened
+from .draft import EMPTY, Draft, Drafter, Opened, Seen
 from .events import Clock, Generation, Prefill, Step, finish
 from .law import Law
 from .live import Live, assemble, each_of, seen, seen_prompt
@@ -30,17 +31,19 @@ def decode(
     seed: int = 0,
     budget: int | None = None,
     logprobs: bool = False,
+    pages: PagedCache | None = None,
 ) -> Iterator[list[Generation]]:
-    """Yields the generations after each step, all of them growing in place. `budget`: most draft rows a sequence."""
+    """Yields the generations after each step, all of them growing in place. `budget`: most draft rows a sequence;
+    `pages`: the cache, where it is not to be one of this call's own."""
     begin, clock = time.perf_counter(), Clock(target.device)
     needs, gives, vocab = drafter.needs, drafter.gives, target.config.vocab
     nodes = gives.rows if budget is None else min(budget, gives.rows)
     slots = (len(r.prompt) + r.stop.limit + gives.within(budget, r.stop.limit) for r in requests)
-    cache = target.open_cache(len(requests), max(slots))
+    cache = target.open_cache(len(requests), max(slots), pages)
     out = [Generation(i, len(r.prompt), logprobs=[] if logprobs else None) for i, r in enumerate(requests)]
     live = [Live(r, cache.open(), g, list(r.prompt)) for r, g in zip(requests, out, strict=True)]
     laps: list[tuple[list[Any], list[Step]]] = []
-    prefilled: list[tuple[list[Any], Live]] = []
+    prefilled: list[tuple[list[Any], Live, int]] = []
     starting = [clock.mark()]
     try:
         opened = [
@@ -51,7 +54,8 @@ def decode(
             s.state, s.started = state, True
         starting.append(clock.mark())
         for s in live:
-            prefilled.append((_prefill(target, cache, drafter, acceptance, s, seed, clock), s))
+            found = 0 if pages is None else pages.adopt(s.slot, s.request.prompt)
+            prefilled.append((_prefill(target, cache, drafter, acceptance, s, seed, clock, found), s, found))
             s.out.delivered.append((time.perf_counter() - begin, 1))
         yield out
 
@@ -105,14 +109,19 @@ def decode(
             laps.append(([*marks, clock.mark()], steps))
             yield out
     finally:
+        if pages is not None:  # it outlives this call
+            pages.drop()
+            for s in live:
+                if s.held:
+                    pages.free(s.slot)
         for s in live:
             if s.started:
                 drafter.finish(s.state)
         clock.settle()
         start = sum(clock.between(starting))  # 0 where an abort came first
-        for marks, s in prefilled:
+        for marks, s, found in prefilled:
             forward, told = clock.between(marks)
-            s.out.prefill = Prefill(s.out.request, len(s.request.prompt), forward, start / len(requests) + told)
+            s.out.prefill = Prefill(s.out.request, len(s.request.prompt), forward, start / len(requests) + told, found)
         for marks, steps in laps:
             room_s, propose, build, verify, accept, commit, observe, book = clock.between(marks)
             for step in steps:
@@ -121,13 +130,21 @@ def decode(
 
 
 def _prefill(
-    target: Decoder, cache: Cache, drafter: Drafter[Any], acceptance: Acceptance, s: Live, seed: int, clock: Clock
+    target: Decoder,
+    cache: Cache,
+    drafter: Drafter[Any],
+    acceptance: Acceptance,
+    s: Live,
+    seed: int,
+    clock: Clock,
+    found: int,
 ) -> list[Any]:
-    """Read the prompt in chunks and decide the first token. Returns marks around the forwards and the drafting."""
+    """Read the prompt in chunks, behind the tokens `found` in the cache, and decide the first token. Returns marks
+    around the forwards and the drafting."""
     marks = [clock.mark()]
     prompt, needs = s.request.prompt, drafter.needs
     pieces = []
-    for at in range(0, len(prompt), PREFILL_CHUNK):
+    for at in range(found, len(prompt), PREFILL_CHUNK):
         piece = prompt[at : at + PREFILL_CHUNK]
         last = at + len(piece) == len(prompt)
         taps = needs.taps if needs.prefill_hidden or last else ()
@@ -137,8 +154,9 @@ def _prefill(
     law = Law(s.request.processors, out.logits, s.tokens, argmax=out.logits.argmax(-1).tolist())
     s.take(EMPTY, acceptance.judge(EMPTY, law, _noise(seed, s, acceptance)), out.logits)
     marks.append(clock.mark())
-    for at, size, out in pieces:
-        told = drafter.observe([s.state], [seen_prompt(s, at, size, out, needs)])
+    news = [Seen(tuple(prompt[1 : found + 1]), 1, prefill=True)] if found else []
+    for seen_of in [*news, *(seen_prompt(s, at, size, out, needs) for at, size, out in pieces)]:
+        told = drafter.observe([s.state], [seen_of])
         (s.state,) = each_of(drafter, "observe", told, [s])
     marks.append(clock.mark())
     return marks
@@ -159,7 +177,7 @@ def _running(live: list[Live], drafter: Drafter[Any], cache: Cache) -> list[Live
         if s.out.reason is not None:
             s.started = False
             drafter.finish(s.state)
-            s.state = None
+            s.state, s.held = None, False
             cache.free(s.slot)
     return [s for s in live if s.out.reason is None]
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..attention.paged import PagedCache
 from ..attention.rows import chains
 from .events import Generation, Prefill, finish
 from .law import LawSettings, best, keyed_scores
@@ -28,13 +29,15 @@ def decode(
     seed: int = 0,
     logprobs: bool = False,
     watch: Callable[[int, int, Float[Tensor, " V"], Float[Tensor, " V"]], None] | None = None,
+    pages: PagedCache | None = None,
 ) -> Iterator[list[Generation]]:
     """Yields the generations after each step, all of them growing in place.
 
-    `watch(request, position, scores, logits)` sees what each choice maximises, and the raw logits.
+    `watch(request, position, scores, logits)` sees what each choice maximises, and the raw logits. `pages`: the cache,
+    where it is not to be one of this call's own.
     """
     begin = time.perf_counter()
-    cache = target.open_cache(len(requests), max(len(r.prompt) + r.stop.limit for r in requests))
+    cache = target.open_cache(len(requests), max(len(r.prompt) + r.stop.limit for r in requests), pages)
     slots = [cache.open() for _ in requests]
     done = [Generation(i, len(r.prompt), logprobs=[] if logprobs else None) for i, r in enumerate(requests)]
 
@@ -55,22 +58,29 @@ def decode(
         out.tokens.append(token)
         out.delivered.append((time.perf_counter() - begin, 1))
 
-    for i, request in enumerate(requests):
-        started = time.perf_counter()
-        for at in range(0, len(request.prompt), PREFILL_CHUNK):
-            piece = request.prompt[at : at + PREFILL_CHUNK]
-            out = target(chains([piece], [slots[i]], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
-            cache.commit({slots[i]: range(len(piece))})
-        choose(i, out.logits[0])
-        done[i].prefill = Prefill(i, len(request.prompt), time.perf_counter() - started, 0.0)
-    yield done
-
-    while live := [i for i, g in enumerate(done) if g.reason is None]:
-        out = target(chains([[done[i].tokens[-1]] for i in live], [slots[i] for i in live]), cache)
-        cache.commit({slots[i]: [row] for row, i in enumerate(live)})
-        for row, i in enumerate(live):
-            choose(i, out.logits[row])
+    try:
+        for i, request in enumerate(requests):
+            started = time.perf_counter()
+            found = 0 if pages is None else pages.adopt(slots[i], request.prompt)
+            for at in range(found, len(request.prompt), PREFILL_CHUNK):
+                piece = request.prompt[at : at + PREFILL_CHUNK]
+                out = target(chains([piece], [slots[i]], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
+                cache.commit({slots[i]: range(len(piece))})
+            choose(i, out.logits[0])
+            done[i].prefill = Prefill(i, len(request.prompt), time.perf_counter() - started, 0.0, found)
         yield done
+
+        while live := [i for i, g in enumerate(done) if g.reason is None]:
+            out = target(chains([[done[i].tokens[-1]] for i in live], [slots[i] for i in live]), cache)
+            cache.commit({slots[i]: [row] for row, i in enumerate(live)})
+            for row, i in enumerate(live):
+                choose(i, out.logits[row])
+            yield done
+    finally:
+        if pages is not None:  # it outlives this call
+            pages.drop()
+            for slot in slots:
+                pages.free(slot)
 
 
 def generate(target: Decoder, requests: Sequence[Request], law: LawSettings, **options: Any) -> list[Generation]:

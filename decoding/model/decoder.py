@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ...attention.cache import Cache, DenseCache, Placement
+from ...attention.paged import PagedCache
 from ...attention.rows import Rows
 from ...errors import UserError
 from ...kernels.linear import Linear
@@ -162,9 +163,13 @@ class Decoder(nn.Module):
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
         return {"linear": ", ".join(products), "attention": attention}
 
-    def open_cache(self, sequences: int, capacity: int) -> DenseCache:
-        """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences."""
+    def open_cache(self, sequences: int, capacity: int, pages: PagedCache | None = None) -> DenseCache | PagedCache:
+        """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences; or `pages`, which
+        goes on from request to request, with room for them."""
         self._reach(capacity)
+        if pages is not None:
+            pages.reserve(sequences, capacity)
+            return pages
         layout = self.config.layout
         return DenseCache(layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
 

@@ -41,7 +41,7 @@ class Listed:
         return self.committed[self.staged[row][2]] + self.path(row)
 
 
-def write(cache: DenseCache, part: Part, marks: list[int]) -> None:
+def write(cache: Cache, part: Part, marks: list[int]) -> None:
     """Rows are told apart by their marks: keys hold mark + layer / 10, values the negative."""
     for layer in LAYOUT.owners:
         kv_heads = LAYOUT.layers[layer].kv_heads
@@ -49,7 +49,7 @@ def write(cache: DenseCache, part: Part, marks: list[int]) -> None:
         cache.write(layer, part, k, -k)
 
 
-def seen(cache: DenseCache, part: Part, layer: int) -> list[list[int]]:
+def seen(cache: Cache, part: Part, layer: int) -> list[list[int]]:
     """The marks that each of the part's rows sees, by slot; keys and values of all heads must tell the same."""
     k, v = cache.view(layer, part)
     assert torch.equal(k, -v)
@@ -63,7 +63,7 @@ def seen(cache: DenseCache, part: Part, layer: int) -> list[list[int]]:
     return [marks[~row].tolist() for row in blocked]
 
 
-def stage(cache: DenseCache, listed: Listed, rows: Rows) -> None:
+def stage(cache: Cache, listed: Listed, rows: Rows) -> None:
     marks = list(range(listed.marks + 1, listed.marks + 1 + len(rows)))
     listed.marks += len(rows)
     first = len(listed.staged)

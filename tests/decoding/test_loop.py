@@ -196,7 +196,7 @@ def test_what_a_drafter_is_opened_with(decoder: Decoder) -> None:
 def opened(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[DenseCache]:
     caches: list[DenseCache] = []
 
-    def open_cache(self: Decoder, sequences: int, capacity: int) -> DenseCache:
+    def open_cache(self: Decoder, sequences: int, capacity: int, pages: None) -> DenseCache:
         caches.append(original(self, sequences, capacity))
         return caches[-1]
 

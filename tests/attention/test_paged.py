@@ -1,0 +1,194 @@
+"""The paged cache against lists and against the dense one: where blocks lie, and who else holds them, is not seen."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from decodelab.attention.cache import Cache, DenseCache, Part
+from decodelab.attention.layout import LayerKV, Layout
+from decodelab.attention.paged import SPARE, PagedCache
+from decodelab.attention.rows import Rows, chains
+from decodelab.decoding.model.decoder import Decoder
+from decodelab.errors import UserError
+from decodelab.tests.attention.test_cache import LAYERS, LAYOUT, Listed, stage, write
+from decodelab.tests.tiny import tiny_decoder
+
+
+def paged(size: int = 4, blocks: int | None = 64, capacity: int = 400, **options: Any) -> PagedCache:
+    cache = PagedCache(LAYOUT, size=size, blocks=blocks, dtype=torch.float32, device="cpu", **options)
+    cache.reserve(2, capacity)
+    return cache
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_against_lists_under_random_operations(size: int) -> None:
+    """As for the dense cache, with forks, in a pool that is often full."""
+    rng = random.Random(size)
+    cache, listed = paged(size, 160 // size), Listed()
+    forks, full, longest = 0, 0, 0
+    for _ in range(300):
+        match rng.choice(["open", "stage", "stage", "stage", "commit", "commit", "drop", "fork", "free"]):
+            case "open" if len(listed.committed) < 3:
+                listed.committed[cache.open()] = []
+            case "stage" if listed.committed:
+                first, parents, owner = len(listed.staged), [], []
+                for sequence in rng.sample(sorted(listed.committed), rng.randrange(1, len(listed.committed) + 1)):
+                    for _ in range(min(rng.randrange(1, 9), cache.room(sequence))):
+                        earlier = [i for i, (_, _, s) in enumerate(listed.staged) if s == sequence]
+                        mine = [first + i for i, s in enumerate(owner) if s == sequence]
+                        parents.append(rng.choice([-1, *earlier, *mine]))
+                        owner.append(sequence)
+                full += not owner
+                if owner:
+                    kind = torch.tensor
+                    stage(cache, listed, Rows(kind([0] * len(owner)), kind(parents), kind(owner), False, first))
+            case "commit":
+                keep = {}
+                for sequence in listed.committed:
+                    mine = [i for i, (_, _, s) in enumerate(listed.staged) if s == sequence]
+                    if rng.random() < 0.8:  # a sequence that is not named keeps nothing
+                        keep[sequence] = sorted(rng.sample(mine, rng.randrange(len(mine) + 1)))
+                cache.commit(keep)
+                for sequence, rows in keep.items():
+                    listed.committed[sequence] += [listed.staged[i][0] for i in rows]
+                listed.staged.clear()
+            case "drop":
+                cache.drop()
+                listed.staged.clear()
+            case "fork" if listed.committed and not listed.staged and len(listed.committed) < 3:
+                sequence = rng.choice(sorted(listed.committed))
+                listed.committed[cache.fork(sequence)] = list(listed.committed[sequence])
+                forks += 1
+            case "free" if listed.committed and not listed.staged and rng.random() < 0.4:
+                sequence = rng.choice(sorted(listed.committed))
+                cache.free(sequence)
+                del listed.committed[sequence]
+        cache.pages.check()
+        assert cache.staged == len(listed.staged)
+        for sequence, marks in listed.committed.items():
+            assert cache.length(sequence) == len(marks)
+            longest = max(longest, len(marks))
+    assert forks > 3
+    assert longest > 30
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return tiny_decoder(dtype=torch.float32)
+
+
+def logits(decoder: Decoder, cache: DenseCache | PagedCache) -> torch.Tensor:
+    """Of two prompts, of a forest behind each, and of a row behind what is kept of it."""
+    a, b = cache.open(), cache.open()
+    prompts = [[(7 * i) % 61 for i in range(90)], [3, 1, 4, 1, 5]]
+    found = [decoder(chains(prompts, [a, b], prompt=True), cache).logits]
+    cache.commit({a: range(90), b: range(90, 95)})
+    kind = torch.tensor
+    rows = Rows(kind([5, 6, 7, 8, 9, 5, 6]), kind([-1, 0, 0, 2, 1, -1, 5]), kind([a] * 5 + [b] * 2), False)
+    found.append(decoder(rows, cache).logits)
+    cache.commit({a: [0, 2, 3], b: [5]})
+    found.append(decoder(chains([[1], [2]], [a, b]), cache).logits)
+    cache.drop()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_it_is_the_dense_cache_to_the_bit_wherever_its_blocks_lie(decoder: Decoder, size: int) -> None:
+    dense = logits(decoder, decoder.open_cache(2, 128))
+    for seed in range(3):
+        pages = PagedCache(decoder.config.layout, size=size, dtype=torch.float32, device="cpu")
+        pages.reserve(2, 128)
+        random.Random(seed).shuffle(pages.pages._free)
+        assert torch.equal(logits(decoder, decoder.open_cache(2, 128, pages)), dense)
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = PagedCache(LAYOUT, size=16, blocks=7, dtype=dtype, device="cpu")
+        assert cache.slots == 7 * 16
+        assert cache.nbytes == LAYOUT.bytes_per_token(dtype.itemsize) * cache.slots
+
+
+def test_a_pool_grows_with_what_is_asked_for_and_keeps_what_it_holds() -> None:
+    for share in (False, True):
+        cache, listed = paged(4, None, capacity=10, share=share), Listed()
+        spare = SPARE if share else 1
+        assert cache.pages.total == 2 * 3 * spare
+        sequence = cache.open()
+        listed.committed[sequence] = []
+        stage(cache, listed, chains([[0] * 10], [sequence]))
+        cache.commit({sequence: range(10)})
+        listed.committed[sequence] = list(range(1, 11))
+        listed.staged.clear()
+        cache.reserve(3, 50)
+        cache.reserve(1, 20)
+        assert (cache.pages.total, cache.capacity) == (3 * 13 * spare, 50)
+        assert cache.nbytes == LAYOUT.bytes_per_token(4) * cache.slots
+        stage(cache, listed, chains([[0] * 30], [sequence]))
+
+
+def test_a_prompt_is_found_and_continued() -> None:
+    """A prompt that is there whole computes its last token again, in a block that nobody else reads."""
+    cache = paged(share=True)
+    first = cache.open()
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12]
+    assert cache.adopt(first, prompt) == 0
+    (part,) = cache.stage(chains([prompt], [first])).parts
+    write(cache, part, list(range(8)))
+    cache.commit({first: range(8)})
+    second = cache.open()
+    assert cache.adopt(second, prompt) == cache.length(second) == 7
+    place = cache.stage(chains([[12]], [second]))
+    assert place.positions.tolist() == [7]
+    write(cache, place.parts[0], [99])
+    owned = cache.view(0, place.parts[0])[0][0, :8, 0].round().tolist()
+    assert owned == [0, 1, 2, 3, 4, 5, 6, 99]
+    cache.drop()
+    (part,) = cache.stage(chains([[13]], [first])).parts
+    write(cache, part, [8])
+    assert cache.view(0, part)[0][0, :9, 0].round().tolist() == list(range(9))
+
+
+def test_an_overflow_is_refused_before_anything_is_written() -> None:
+    cache = paged(4, 3, capacity=10)
+    a, b = cache.open(), cache.open()
+    with pytest.raises(UserError, match="10 rows of 2 sequences need 4 more blocks of 4 tokens, and 3 of 3 are left"):
+        cache.stage(chains([[0], [0] * 9], [a, b]))
+    with pytest.raises(ValueError, match=r"overflow: 11 rows for sequence 0, which has room for 10 of 10; reserve"):
+        cache.stage(chains([[0] * 11], [a]))
+    assert (cache.room(a), cache.staged, cache.pages.used) == (4, 0, 0)
+    with pytest.raises(ValueError, match="rows are numbered from 3, but 0 rows are staged"):
+        cache.stage(chains([[0]], [a], first=3))
+
+
+def test_what_a_request_left_never_reaches_the_next() -> None:
+    """Blocked slots are multiplied by 0, which a NaN survives: none of an earlier request's is looked at."""
+    cache = paged(4, 3)
+
+    def fill(count: int, value: float) -> Part:
+        (part,) = cache.stage(chains([[0] * count], [sequence])).parts
+        for layer in LAYOUT.owners:
+            rows = torch.full((count, LAYOUT.layers[layer].kv_heads, 3), value)
+            cache.write(layer, part, rows, rows)
+        return part
+
+    sequence = cache.open()
+    fill(9, torch.nan)
+    cache.commit({sequence: range(9)})
+    cache.free(sequence)
+    sequence = cache.open()
+    part = fill(2, 1.0)
+    for layer in LAYERS:
+        assert all(kv.isfinite().all() for kv in cache.view(layer, part))
+
+
+@pytest.mark.parametrize("layer", [{"sink": 4, "window": 8}, {"bits": 4}])
+def test_it_refuses_what_it_would_ignore(layer: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="a paged cache keeps neither"):
+        PagedCache(Layout((LayerKV(0, 1, **layer),), 4), size=4, dtype=torch.float32, device="cpu")
+
+
+def test_it_is_a_cache() -> None:
+    assert isinstance(paged(), Cache)
