@@ -1,0 +1,37 @@
+"""Which of an op's two implementations a tensor gets: the Triton kernel, or the same in torch's own operations."""
+
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def installed() -> bool:
+    """Whether triton can be imported: there is none for Macs and Windows."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on tensors of the CPU. To be set before triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_triton(x: Tensor) -> bool:
+    """On a GPU (CUDA or ROCm), and where kernels are interpreted; nothing in float64, which is the references'."""
+    return x.dtype != torch.float64 and (x.is_cuda or (x.device.type == "cpu" and interpreted())) and installed()
+
+
+def operand(dtype: torch.dtype) -> torch.dtype:
+    """What the factors of `tl.dot` are held in: the interpreter multiplies the bit patterns of bfloat16."""
+    return torch.float32 if dtype == torch.bfloat16 and interpreted() else dtype
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What torch's own operations compute in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
