@@ -125,10 +125,10 @@ class Pages:
         # of those who refer to a block the last one keeps it
         fresh += sum(min(n, self._refs[block] - 1) for block, n in tails.items())
         if fresh > self.available:
+            rows = f"{sum(wanted.values())} rows of {len(wanted)} sequence{'' if len(wanted) == 1 else 's'}"
             raise UserError(
-                f"out of KV blocks: {sum(wanted.values())} rows of {len(wanted)} sequences need {fresh} more blocks of "
-                f"{self.size} tokens, and {self.available} of {self.total} are left; give a larger pages.blocks, a "
-                "smaller batch or fewer tokens"
+                f"out of KV blocks: {rows} need {fresh} more blocks of {self.size} tokens, and {self.available} of "
+                f"{self.total} are left; give a larger pages.blocks, a smaller batch or fewer tokens"
             )
         copies = []
         for sequence, n in wanted.items():

@@ -8,23 +8,27 @@ from typing import Any, Literal
 
 import torch
 
+from ..attention.conversion import converts, lossless
 from ..attention.layout import Layout
 from ..attention.options import Native, missing
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.law import LawSettings
 from ..decoding.model.config import ModelConfig
+from ..decoding.model.load import check_convertible
 from ..decoding.model.source import ModelSpec, Source
 from ..decoding.replay import needs_model
 from ..drafting.draft_model import DraftSpec
 from ..drafting.trees import HasTree
 from ..errors import UserError
+from ..quantization.none import AsStored
 from .config import RunConfig
 from .tasks import Task
 
 Verdict = Literal["runs", "runs with a fallback", "refused"]
 Exactness = Literal["exact", "same law", "lossy"]
 
+UNSHARED = "this drafter reads hidden states of the whole prompt, so no prompt shares pages (pages.share)"
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 
 
@@ -53,9 +57,11 @@ def resolve(config: RunConfig, target: Source | None = None, task: Task | None =
     if config.replay is not None:
         return _replayed(config.drafting, target, task)
     found = resolve_pair(config.drafting, config.acceptance, target, task)
+    if config.pages.share and config.drafting.needs.prefill_hidden and found.verdict != "refused":
+        found = replace(found, verdict="runs with a fallback", reasons=(*found.reasons, UNSHARED))
     try:
-        if target is not None:
-            layout_of(config, target)
+        if target is not None and (layout := layout_of(config, target)) is not None:
+            found = replace(found, warnings=(*found.warnings, *_untrained(layout, target)))
     except UserError as error:
         reasons = (*(found.reasons if found.verdict == "refused" else ()), str(error))
         return replace(found, verdict="refused", reasons=reasons)
@@ -70,9 +76,27 @@ def layout_of(config: RunConfig, target: Source) -> Layout | None:
         return None
     if (reason := missing(layout, model.layout)) is not None:
         raise UserError(f"attention: {reason}; decodelab plan does its arithmetic")
+    if converts(layout, model.layout):
+        check_convertible(target)
+        if not isinstance(config.quantization, AsStored):
+            raise UserError(
+                "attention converts weights, and quantization makes a copy of those that it would convert: "
+                "train=kv first, then quantise its folder"
+            )
     if config.compare_hf:
         raise UserError("compare_hf=true compares the model's own attention alone: leave it out, or attention=native")
     return layout
+
+
+def _untrained(layout: Layout, target: Source) -> tuple[str, ...]:
+    """A warning where the weights were not trained for the layout."""
+    native = ModelConfig.from_hf(target.config).layout
+    if lossless(layout, native):
+        return ()
+    return (
+        "keys and values are converted from weights that were trained for others, which costs quality: train=kv trains "
+        "them, and no speed of this run stands without its quality",
+    )
 
 
 def own_attention(config: RunConfig, job: str) -> None:

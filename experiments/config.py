@@ -59,6 +59,26 @@ class QuantizeJob:
 
 
 @dataclass(frozen=True, slots=True)
+class PageSettings:
+    """Of the target's cache. `size`: tokens of a block (None: contiguous); `share`: prompts that begin alike hold the
+    same blocks, for as long as the run goes on; `blocks`: of the pool (None: as many as are needed, and with `share`
+    four times as many)."""
+
+    size: int | None = None
+    share: bool = False
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("size", "blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"pages.{name} must be at least 1, or null, got {value}")
+        if self.size is None and (self.share or self.blocks is not None):
+            key = "share=true" if self.share else f"blocks={self.blocks}"
+            raise UserError(f"pages.{key} is of a cache in pages: give pages.size too, such as pages.size=16")
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """Parts are built, weights are not loaded. `resolved` is the whole configuration as plain data, for the record."""
 
@@ -95,6 +115,7 @@ class RunConfig:
     context: int = 2048
     hardware: Hardware = field(default_factory=Hardware)
     plan: PlanJob = field(default_factory=PlanJob)
+    pages: PageSettings = field(default_factory=PageSettings)
     train: Trains | None = None
     trusted: tuple[str, ...] = ()
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +154,7 @@ class RunConfig:
             "profile": self.profile,
             f"batch={self.batch}": self.batch > 1,
             "attention": not isinstance(self.attention, Native),
+            "pages": self.pages.size is not None,
         }
         for key, given in asked.items():
             if given:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..attention.layout import Layout
+from ..attention.paged import PagedCache
 from ..decoding import loop, reference
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import Drafter, DrafterSettings, ReadsFiles, Remembers, Resources
@@ -22,19 +23,22 @@ from ..decoding.request import Request, request
 from ..drafting.none import Nothing
 from ..errors import UserError
 from .composition import draft_models
+from .config import PageSettings
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Everything that decodes. `notes`: what the drafter warns of before it runs."""
+    """Everything that decodes. `notes`: what the drafter warns of before it runs; `pages`: of the target's cache."""
 
     source: Source
     target: Decoder
     drafter: Drafter[Any]
     acceptance: Acceptance
     notes: tuple[str, ...] = ()
+    pages: PageSettings = field(default_factory=PageSettings)
+    pools: dict[str, PagedCache] = field(default_factory=dict)  # what each side shares, and with itself alone
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -73,20 +77,51 @@ class Lab:
 
     def strategy(self, requests: Sequence[Request], seed: int = 0, **options: Any) -> Iterator[list[Generation]]:
         """The configured drafter and rule through the loop."""
-        return loop.decode(self.target, requests, self.drafter, self.acceptance, seed=seed, **options)
+        pages = self._pages("strategy")
+        return loop.decode(self.target, requests, self.drafter, self.acceptance, seed=seed, pages=pages, **options)
 
-    def plain(self, requests: Sequence[Request], seed: int = 0, **options: Any) -> Iterator[list[Generation]]:
-        """The plain decoder."""
-        return reference.decode(self.target, requests, self.acceptance.law(), seed=seed, **options)
+    def plain(
+        self, requests: Sequence[Request], seed: int = 0, *, paged: bool = False, **options: Any
+    ) -> Iterator[list[Generation]]:
+        """The plain decoder. Unless it is to be `paged` as the others are, as the baseline is, its cache is contiguous
+        and finds nothing that another prompt has left: that is the oracle."""
+        pages = self._pages("plain decoder") if paged else None
+        return reference.decode(self.target, requests, self.acceptance.law(), seed=seed, pages=pages, **options)
 
     def undrafted(self, requests: Sequence[Request], seed: int = 0, **options: Any) -> Iterator[list[Generation]]:
         """Plain decoding through the loop."""
-        return loop.decode(self.target, requests, Nothing(), self.acceptance, seed=seed, **options)
+        pages = self._pages("drafting=none")
+        return loop.decode(self.target, requests, Nothing(), self.acceptance, seed=seed, pages=pages, **options)
+
+    @property
+    def shares(self) -> bool:
+        """Whether prompts share pages. None do where the drafter reads hidden states of the whole prompt: what is
+        found is not computed, and both sides are to be treated alike."""
+        return self.pages.share and not self.drafter.needs.prefill_hidden
+
+    def _pages(self, side: str) -> PagedCache | None:
+        if self.pages.size is None:
+            return None
+        if side in self.pools:
+            return self.pools[side]
+        cache = PagedCache(
+            self.target.config.layout,
+            size=self.pages.size,
+            blocks=self.pages.blocks,
+            share=self.shares,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+        if self.shares:
+            self.pools[side] = cache
+        return cache
 
     def forget(self) -> None:
-        """What the drafter has learnt from earlier requests."""
+        """What the drafter has learnt from earlier requests, and what they have left in pages."""
         if isinstance(self.drafter, Remembers):
             self.drafter.forget()
+        for pool in self.pools.values():
+            pool.pages.forget()
 
     def text(self, tokens: Sequence[int]) -> str:
         return text_of(self.tokenizer, tokens)
@@ -143,10 +178,11 @@ def build_lab(
     acceptance: Acceptance,
     notes: Sequence[str] = (),
     progress: Progress | None = None,
+    pages: PageSettings | None = None,
 ) -> Lab:
     """Around a target that is loaded; what the drafter needs is loaded here."""
     drafter = drafting.build(Resources(target, source.tokenizer, acceptance.law(), progress))
-    return Lab(source, target, drafter, acceptance, tuple(notes))
+    return Lab(source, target, drafter, acceptance, tuple(notes), pages or PageSettings())
 
 
 def draft_digest(drafting: DrafterSettings, opened: Callable[[ModelSpec], Source] = open_source) -> str | None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -83,12 +84,13 @@ class Sides:
         """`kind`: which plain decoding is the baseline, where an earlier cell has found that out."""
         self._lab, self._seed = lab, seed
         self._warm = False
-        plain = {"drafting=none": lab.undrafted, "plain decoder": lab.plain}
+        plain = {"drafting=none": lab.undrafted, "plain decoder": partial(lab.plain, paged=True)}
         self._plain = plain if kind is None else {kind: plain[kind]}
         self.baseline_kind = next(iter(self._plain))
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Each side twice; the plain decoding whose better run was the faster becomes the baseline."""
+        """Each side twice; the plain decoding whose better run was the faster becomes the baseline. What was drafted or
+        is left in pages must not be known already when it is timed, so all of it is forgotten."""
         short = [_shortened(r, WARM_TOKENS) for r in requests]
         seconds: dict[str, float] = {}
         for _ in range(2):
@@ -98,7 +100,9 @@ class Sides:
                 seconds[kind] = min(spent, seconds.get(kind, spent))
             finish(self._lab.strategy(short, self._seed))
         self.baseline_kind = min(seconds, key=lambda kind: seconds[kind])
-        self._lab.forget()  # what was drafted here must not be known already when it is timed
+        for kind in self._plain.keys() - {self.baseline_kind}:
+            self._lab.pools.pop(kind, None)
+        self._lab.forget()
         self._warm = True
 
     def baseline(self, requests: Sequence[Request]) -> list[Generation]:
@@ -186,7 +190,8 @@ def measure(
     total = sum(item.turns for item in task.items)
     plain = Plain.open(lab, seed, batch)
     kept = baselines if baselines is not None and timing == "anchored" else {}
-    key = _digest([*_circumstances(lab, seed, batch), lab.acceptance, torch.get_num_threads(), task.digest, settings])
+    mine = [lab.acceptance, lab.pages, lab.shares, torch.get_num_threads(), task.digest, settings]
+    key = _digest([*_circumstances(lab, seed, batch), *mine])
     anchored = Anchored(kept[key]) if key in kept else None
     sides = Sides(lab, seed, anchored.stored.kind if anchored else None)
     out = Measurement(timed=timing != "untimed", timing=Timing(timing, "here" if timing != "untimed" else None))
@@ -199,7 +204,8 @@ def measure(
                 out.baseline_kind = sides.baseline_kind
             if out.timed:
                 baseline, strategy = (anchored.both if anchored else _both)(sides, requests, unit)
-                expected = baseline if out.baseline_kind == "plain decoder" else plain.get(lab, requests, seed)
+                known = out.baseline_kind == "plain decoder" and not lab.shares
+                expected = baseline if known else plain.get(lab, requests, seed)
             else:
                 baseline = expected = plain.get(lab, requests, seed)
                 strategy = finish(lab.strategy(requests, seed))

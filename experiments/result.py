@@ -69,6 +69,7 @@ def build_result(
         **found,
         "predicted_speedup": profile["predicted_speedup"] if profile else None,
         "memory": _memory(lab.target if lab else None, steps, peak_bytes),
+        "pages": _pages(lab, measured.samples) if lab and measured else None,
         "quality": dict(quality) if quality else None,
         "compare_hf": dict(compare_hf) if compare_hf else None,
         "profile": dict(profile) if profile else None,
@@ -173,6 +174,26 @@ def _memory(target: Decoder | None, steps: Sequence[Step], peak_bytes: int | Non
     }
 
 
+def _pages(lab: Lab, samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """Of prompts' tokens, how many were found; of blocks, how many were in use at once. None: the cache is
+    contiguous. A side whose tokens were stored by an earlier run has no blocks."""
+    if lab.pages.size is None:
+        return None
+    found: dict[str, Any] = {"size": lab.pages.size, "share": lab.shares}
+    for side in ("baseline", "strategy"):
+        done: list[Generation] = [getattr(s, side) for s in samples]
+        read = [g.prefill for g in done if g.prefill is not None]
+        blocks = [step.kv_blocks for g in done for step in g.steps if step.kv_blocks is not None]
+        asked = sum(p.tokens for p in read)
+        found[side] = {
+            "prompt_tokens": asked,
+            "found_tokens": sum(p.found for p in read),
+            "hit_rate": metrics.ratio(sum(p.found for p in read), asked),
+            "blocks": max(blocks, default=None),
+        }
+    return found
+
+
 def _mbu(target: Decoder | None, measured: Measurement, peaks: Peaks | None) -> dict[str, Any]:
     """Bytes that the steps read (weights, committed KV) ÷ their seconds ÷ the peak measured here; the textbook's value
     (bytes of weights × tokens/s of one sequence ÷ peak) beside it."""
@@ -205,11 +226,12 @@ def _mfu(target: Decoder | None, done: Sequence[Generation], peaks: Peaks | None
     c = target.config
     head = target.unembedding.in_features * target.unembedding.out_features
     inner = target.product_elements - head
-    flops = sum(
-        g.prompt_tokens * metrics.decode_flops_per_token(inner, c.layers, c.heads, c.head_dim, g.prompt_tokens / 2)
-        + 2.0 * head
-        for g in done
-    )
+    flops = 0.0
+    for g in done:
+        found = g.prefill.found if g.prefill else 0  # these were not computed, and rows behind them see them
+        context = (found + g.prompt_tokens) / 2
+        each = metrics.decode_flops_per_token(inner, c.layers, c.heads, c.head_dim, context)
+        flops += (g.prompt_tokens - found) * each + 2.0 * head
     used = metrics.ratio(flops, sum(g.prefill.seconds for g in done if g.prefill) * peaks.flops_per_s)
     return {"mfu_useful": used, "mfu_hardware": used}
 
@@ -269,7 +291,7 @@ def write_run(
 def write_replay(folder: Path, result: Mapping[str, Any], samples: Sequence[Sample]) -> None:
     """`events.jsonl` and `result.json`: prompts and answers are where they were read. Steps are without a cache and
     without seconds but those of drafting."""
-    unknown = {"at_s", "verify_s", "accept_s", "commit_s", "other_s", "kv_bytes", "kv_slots"}
+    unknown = {"at_s", "verify_s", "accept_s", "commit_s", "other_s", "kv_bytes", "kv_slots", "kv_blocks"}
     known = ({key: value for key, value in row.items() if key not in unknown} for row in _events(samples))
     write_lines(folder / "events.jsonl", known)
     write_result(folder, result)

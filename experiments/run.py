@@ -141,7 +141,9 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 plan = Plan.of(source, config.drafting, dtype, device, compares=config.compare_hf and speed, held=held)
                 plan.check()
                 target = warm.target(source, dtype, device, watch.step, what.layout)
-                lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
+                lab = build_lab(
+                    source, target, config.drafting, config.acceptance, progress=watch.step, pages=config.pages
+                )
                 hf = _peer(config, source, dtype, device) if plan.compares and not plan.apart else None
                 if what.task is not None:
                     timed = config.timing != "untimed"

@@ -219,6 +219,14 @@ def _resources(r: Mapping[str, Any]) -> Iterator[Text]:
     names = {"weights_bytes": "weights", "kv_bytes": "KV cache", "peak_bytes": "process at most"}
     held = [f"{name} {size(r['memory'][key])}" for key, name in names.items() if r["memory"][key] is not None]
     yield Text(f"memory: {', '.join(held)}")
+    if (pages := r.get("pages")) is not None:
+        mine, base = pages["strategy"], pages["baseline"]
+        at_most = "" if mine["blocks"] is None else f", {mine['blocks']} in use at most"
+        line = f"pages: blocks of {pages['size']} tokens{at_most}"
+        if pages["share"]:
+            line += f"; {percent(mine['hit_rate'])} of the prompts' tokens were found (baseline: "
+            line += f"{percent(base['hit_rate'])})"
+        yield Text(line)
     share = r["strategy"]["time_share"]
     if share["verify"] is not None:
         yield Text("step time: " + ", ".join(f"{phase} {percent(share[phase])}" for phase in _PHASES))

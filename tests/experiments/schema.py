@@ -33,7 +33,7 @@ SCHEMA: dict[str, set[str]] = {
     "timing": {"mode", "baseline", "anchors", "drift"},
 }  # fmt: skip
 ADDED: dict[str, set[str]] = {
-    "": {"profile", "timing", "replay"},
+    "": {"profile", "timing", "replay", "pages"},
     "digests": {"quality", "replay"},
     "provenance": {"dtype_reason", "clock_mhz", "omp_wait_policy"},
     "baseline": {"burst"},
