@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+Pool = Literal["mean", "first"]
 BITS = (16, 8, 4)
 # Of the scale that each token has for each head of K and of V, at 8 and 4 bits. float16, as the scales of weights: its
 # rounding (2⁻¹¹) is far below a step of 8 bits (1/127), codes are chosen with the rounded scale, and it costs half of
@@ -29,11 +31,21 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooling:
+    """What becomes of the weights of a model that goes with another layout. `heads`: one head of several; `layers`: one
+    cache of several layers."""
+
+    heads: Pool = "mean"
+    layers: Pool = "first"
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """One entry a layer, and the width of a head."""
+    """One entry a layer, and the width of a head. `pooling`: of a model whose own layout is another one."""
 
     layers: tuple[LayerKV, ...]
     head_dim: int
+    pooling: Pooling = Pooling()
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):

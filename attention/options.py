@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from ..errors import UserError
-from .layout import LayerKV, Layout
+from .conversion import impossible
+from .layout import LayerKV, Layout, Pool, Pooling
 
 _FIELDS: Mapping[str, str] = {"window": "window", "sinks": "sink", "kv_heads": "kv_heads", "bits": "bits"}  # of LayerKV
 _KEYS = (*_FIELDS, "share", "owner")
@@ -53,22 +54,27 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class GQA:
-    """`kv_heads` in every layer."""
+    """`kv_heads` in every layer. `pool`: what the weights of one are, where the model has more: the mean of those of
+    its group, or its first's."""
 
     kv_heads: int | None = None
+    pool: Pool = "mean"
 
     def layout(self, native: Layout, heads: int) -> Layout:
         if self.kv_heads is None:
             raise UserError("attention=gqa needs a number of KV heads: attention.kv_heads=2")
-        return _checked([replace(layer, kv_heads=self.kv_heads) for layer in native.layers], native, heads)
+        layers = [replace(layer, kv_heads=self.kv_heads) for layer in native.layers]
+        return _checked(layers, native, heads, Pooling(heads=self.pool))
 
 
 @dataclass(frozen=True, slots=True)
 class MQA:
     """One KV head in every layer."""
 
+    pool: Pool = "mean"
+
     def layout(self, native: Layout, heads: int) -> Layout:
-        return GQA(1).layout(native, heads)
+        return GQA(1, self.pool).layout(native, heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +87,15 @@ class MHA:
 
 @dataclass(frozen=True, slots=True)
 class CrossLayer:
-    """`share` successive layers of one kind read the cache of the first of them (CLA, arXiv:2405.12981)."""
+    """`share` successive layers of one kind read the cache of the first of them (CLA, arXiv:2405.12981). `pool`:
+    whose weights fill it: the first's, or the mean of theirs."""
 
     share: int = 2
+    pool: Pool = "first"
 
     def layout(self, native: Layout, heads: int) -> Layout:
-        return _checked(_shared(native.layers, [self.share] * len(native.layers)), native, heads)
+        layers = _shared(native.layers, [self.share] * len(native.layers))
+        return _checked(layers, native, heads, Pooling(layers=self.pool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +149,11 @@ class LowBits:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`layers`: any table, in one line of the grammar above."""
+    """`layers`: any table, in one line of the grammar above. `pool` and `share_pool`: as in GQA and in CrossLayer."""
 
     layers: str = "full"
+    pool: Pool = "mean"
+    share_pool: Pool = "first"
 
     def __post_init__(self) -> None:
         _read(self.layers)
@@ -173,19 +184,14 @@ class Table:
                         f"attention.layers: layer {i} reads the cache of layer {owner}, whose {key} differs"
                     )
             found[i] = replace(whose, owner=owner)
-        return _checked(found, native, heads)
+        return _checked(found, native, heads, Pooling(self.pool, self.share_pool))
 
 
 def missing(layout: Layout, native: Layout) -> str | None:
     """What this version lacks to decode with `layout` a model whose own is `native`; None: nothing."""
-    for i, (wanted, own) in enumerate(zip(layout.layers, native.layers, strict=True)):
-        what = None
-        if wanted.kv_heads != own.kv_heads:
-            what = f"kv_heads={wanted.kv_heads} where its weights have {own.kv_heads}"
-        elif wanted.owner != own.owner:
-            what = f"the cache of layer {wanted.owner} where its weights go with that of layer {own.owner}"
-        if what is not None:
-            return f"layer {i} would have {what}, and weights are not converted yet: give a model that was trained so"
+    if (reason := impossible(layout, native)) is not None:
+        return reason
+    for i, wanted in enumerate(layout.layers):
         if wanted.bits != 16:
             return f"layer {i} would keep {wanted.bits} bits, and there is no such cache yet: bits=16 is as computed"
         if wanted.sink:
@@ -212,15 +218,17 @@ def _shared(layers: Sequence[LayerKV], shares: Sequence[int | None]) -> list[Lay
     return found
 
 
-def _checked(layers: Sequence[LayerKV], native: Layout, heads: int) -> Layout:
+def _checked(layers: Sequence[LayerKV], native: Layout, heads: int, pooling: Pooling | None = None) -> Layout:
     for i, layer in enumerate(layers):
         if layer.kv_heads >= 1 and heads % layer.kv_heads:
             fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise UserError(
                 f"attention: layer {i}: {heads} attention heads cannot share {layer.kv_heads} KV heads; {fits} can be"
             )
+    if tuple(layers) == native.layers:
+        return native
     try:
-        return Layout(tuple(layers), native.head_dim)
+        return Layout(tuple(layers), native.head_dim, pooling or Pooling())
     except ValueError as error:
         raise UserError(f"attention: {error}") from None
 

@@ -1,6 +1,6 @@
 """Distillation: a smaller model learns from the target's answers to say what the target would say next.
 
-The student is transformers' own model, so that what comes of it is a checkpoint like any other. It learns from the rows
+A student is transformers' own model, so that what comes of it is a checkpoint like any other. It learns from the rows
 that the tokens of an answer were chosen from, against the target's distribution there, which is computed when it is
 wanted and kept nowhere. What a distance is good for: arXiv:2310.08461 (for drafts), arXiv:2306.08543.
 """
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from ..errors import UserError
 from .model.config import ModelConfig
 from .model.decoder import Decoder, Tap
+from .model.differentiable import Passed
 from .model.source import ModelSpec, Source, open_source
 from .model.storage import atomic_file, explained
 from .model.whose import note_of
@@ -141,8 +142,8 @@ class Origin:
             raise UserError(f"train.student.config: {error}") from None
         return config
 
-    def build(self, target: Source, seed: int, start: Mapping[str, Tensor] | None) -> "transformers.PreTrainedModel":
-        """In float32. `start`: what `check` returned."""
+    def build(self, target: Source, beside: Decoder, seed: int, start: Mapping[str, Tensor] | None) -> "Pretrained":
+        """In float32, where the target is decoded `beside` it. `start`: what `check` returned."""
         from transformers import AutoModelForCausalLM
 
         begun = self._opened(target)
@@ -157,7 +158,7 @@ class Origin:
                 if self.config is None:
                     parameter.copy_(tensors[name if start is not None else _there(name, layers)])
                 parameter.requires_grad_(not (self.freeze_embedding and name in _EMBEDDINGS))
-        return model
+        return Pretrained(model.to(beside.device))
 
 
 def _spread(count: int, there: int) -> tuple[int, ...]:
@@ -207,32 +208,96 @@ class Distance:
 
 
 Row = tuple[int, int]  # the number of a text, and that of a row in it
+States = Sequence[Mapping[Tap, Tensor]]  # what the teacher's layers come to, of each text
+
+
+@runtime_checkable
+class Student(Protocol):
+    """What learns, in float32. `tensors`: all of it, by transformers' names, what is tied once; `parameters`: those
+    that learn. `config`: that it is saved with."""
+
+    @property
+    def config(self) -> PretrainedConfig: ...
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+    @property
+    def parameters(self) -> Mapping[str, Tensor]: ...
+    def __call__(self, tokens: Int[Tensor, "B S"]) -> Passed: ...
+    def logits(self, final: Float[Tensor, "R dim"]) -> Float[Tensor, "R V"]: ...
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model of transformers as a student; its layers' states are not told."""
+
+    model: "transformers.PreTrainedModel"
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.model.config
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+
+    def __call__(self, tokens: Int[Tensor, "B S"]) -> Passed:
+        return Passed((), self.model.model(input_ids=tokens, use_cache=False).last_hidden_state)
+
+    def logits(self, final: Float[Tensor, "R dim"]) -> Float[Tensor, "R V"]:
+        found: Tensor = self.model.lm_head(final)
+        return found
 
 
 class Distillation:
     """The student as it learns, in float32, beside a frozen target. Where that is in bfloat16, the student's products
-    are as well."""
+    are as well. `hidden`: the weight of a second distance, of a student with the target's layers and width: the squared
+    one of the residual streams behind each layer, as a share of the longer one's square, on average over all rows.
+    """
 
-    taps: ClassVar[tuple[Tap, ...]] = ("final",)
-
-    def __init__(self, distance: Distance, target: Decoder, student: "transformers.PreTrainedModel") -> None:
-        self._distance, self._target = distance, target
-        self.student = student.to(target.device)
-        self._teacher = Teacher(target, self.taps)
+    def __init__(self, distance: Distance, target: Decoder, student: Student, hidden: float = 0.0) -> None:
+        self._distance, self._target, self._hidden = distance, target, hidden
+        self.student = student
+        self._layers = range(1, target.config.layers + 1) if hidden else range(0)
+        self._teacher = Teacher(target, ("final",))
+        self._teacher_of_layers = Teacher(target, ("final", *self._layers))
         self._unembedding = target.unembedding.dense()
         self._vocab = min(target.config.vocab, student.config.vocab_size)  # the rest of the larger one is padding
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.student.named_parameters() if tensor.requires_grad}
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self.student.parameters
 
     def loss(self, texts: Sequence[Text], done: float, draws: torch.Generator) -> Loss:
         rows = [(i, t) for i, text in enumerate(texts) for t in _answer(text)]
         rows = [rows[i] for i in drawn(len(rows), self._distance.rows, draws).tolist()]
-        q = self._student_logits(texts, rows)
-        if self._distance.divergence == "hard":
-            return Loss(F.cross_entropy(q, self._said(texts, rows)))
-        return Loss(self._distance(self._target_logits(texts, rows), q).mean())
+        needed = self._hidden or self._distance.divergence != "hard"
+        taught = self._teacher_of_layers(texts) if needed else []
+        with self._precision:
+            passed = self.student(self._padded(texts))
+            q = self._logits(passed, rows)
+            if self._distance.divergence == "hard":
+                value = F.cross_entropy(q, self._said(texts, rows))
+            else:
+                value = self._distance(self._target_logits(taught, rows), q).mean()
+            if not self._hidden:
+                return Loss(value)
+            apart = self._apart(taught, passed)
+            parts = {"loss_output": float(value.detach()), "loss_hidden": float(apart.detach())}
+            return Loss(value + self._hidden * apart, parts)
+
+    def _apart(self, taught: States, passed: Passed) -> Tensor:
+        found = []
+        for layer in self._layers:
+            for i, states in enumerate(taught):
+                theirs = states[layer].float()
+                ours = passed.states[layer - 1][i, : len(theirs)].float()
+                longer = torch.maximum(*(one.detach().square().sum(-1) for one in (ours, theirs)))
+                found.append((ours - theirs).square().sum(-1) / longer)  # at most 4, however far it is at first
+        return torch.cat(found).mean()
 
     @torch.no_grad()
     def score(self, texts: Sequence[Text]) -> Score:
@@ -240,7 +305,9 @@ class Distillation:
         apart, alike, theirs, ours = [], [], [], []
         for text in texts:  # alone: logits of whole answers are large
             rows = [(0, t) for t in _answer(text)]
-            p, q, said = self._target_logits([text], rows), self._student_logits([text], rows), self._said([text], rows)
+            with self._precision:
+                q = self._logits(self.student(self._padded([text])), rows)
+            p, said = self._target_logits(self._teacher([text]), rows), self._said([text], rows)
             apart.append(Distance("forward")(p, q))
             alike.append(p.argmax(-1) == q.argmax(-1))
             theirs.append(F.cross_entropy(p, said, reduction="none"))
@@ -263,27 +330,31 @@ class Distillation:
         return torch.tensor([texts[i].tokens[t + 1] for i, t in rows], device=self._target.device)
 
     @torch.no_grad()
-    def _target_logits(self, texts: Sequence[Text], rows: Sequence[Row]) -> Float[Tensor, "R V"]:
-        hidden = [states["final"] for states in self._teacher(texts)]
-        x = torch.stack([hidden[i][t] for i, t in rows])
+    def _target_logits(self, taught: States, rows: Sequence[Row]) -> Float[Tensor, "R V"]:
+        x = torch.stack([taught[i]["final"][t] for i, t in rows])
         return F.linear(x, self._unembedding)[:, : self._vocab].float()
 
-    def _student_logits(self, texts: Sequence[Text], rows: Sequence[Row]) -> Float[Tensor, "R V"]:
+    def _logits(self, passed: Passed, rows: Sequence[Row]) -> Float[Tensor, "R V"]:
+        """The student's."""
+        some, at = torch.tensor(rows, device=self._target.device).unbind(1)
+        return self.student.logits(passed.final[some, at])[:, : self._vocab].float()
+
+    def _padded(self, texts: Sequence[Text]) -> Int[Tensor, "B S"]:
         """Padding stands behind every text, where no row of it looks."""
         padded = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
         for i, text in enumerate(texts):
             padded[i, : len(text.tokens)] = torch.tensor(text.tokens)
-        device = self._target.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._target.dtype == torch.bfloat16):
-            hidden = self.student.model(input_ids=padded.to(device), use_cache=False).last_hidden_state
-            some, at = torch.tensor(rows, device=device).unbind(1)
-            return self.student.lm_head(hidden[some, at])[:, : self._vocab].float()
+        return padded.to(self._target.device)
+
+    @property
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._target.device.type, torch.bfloat16, enabled=self._target.dtype == torch.bfloat16)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By transformers' names, in the target's dtype; what is tied stands there once."""
-        named = self.student.named_parameters()
-        return {name: tensor.detach().to(self._target.dtype).contiguous() for name, tensor in named}
+        stored = self.student.tensors.items()
+        return {name: tensor.detach().to(self._target.dtype).contiguous() for name, tensor in stored}
 
     def decoder(self) -> Decoder:
         """The student as it is now, as one that decodes."""
@@ -292,9 +363,12 @@ class Distillation:
 
     def save(self, folder: Path, source: Source, kind: str, about: Mapping[str, Any]) -> None:
         """A folder as transformers writes it, with the target's tokenizer. The weights, in one file, come last."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
         content = save(self.tensors, {"format": "pt", **note_of(kind, source, about)})
         config = self.student.config
-        config.architectures, config.dtype = [type(self.student).__name__], self._target.dtype
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.dtype = self._target.dtype
         with explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".partial") as written:
             new = Path(written)
             config.save_pretrained(new)
@@ -336,7 +410,7 @@ class TrainStudent:
         seed: int,
         start: Mapping[str, Tensor] | None,
     ) -> "StudentLearner":
-        return StudentLearner(Distillation(self.loss, target, self.student.build(source, seed, start)))
+        return StudentLearner(Distillation(self.loss, target, self.student.build(source, target, seed, start)))
 
 
 @dataclass(frozen=True)

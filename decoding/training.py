@@ -36,6 +36,7 @@ from .model.storage import atomic_file
 Progress = Callable[[int, int, str, float | None], None]
 _STATE = "decodelab-training"  # the key of our note in a state's metadata
 _SAVE_EVERY_S = 60.0
+_SAVE_SHARE = 0.05  # of the time, at most, where a state is large
 _TOLD_EVERY = 10  # steps
 _BETAS = (0.9, 0.95)
 _LEAST = 0.1  # of the learning rate, at the end
@@ -106,6 +107,14 @@ class Stands(Learner, Protocol):
 
 
 @runtime_checkable
+class ReadsTexts(Protocol):
+    """Settings of what may learn from files of texts, as they are, in place of the target's answers."""
+
+    @property
+    def texts(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
 class Trains(Protocol):
     """What a YAML of the group `train` builds. `check` returns the tensors that a training goes on from, if any."""
 
@@ -163,12 +172,16 @@ class Schedule:
         if self.minutes is not None and not self.minutes > 0:
             raise UserError(f"{at}minutes must be above 0, or null for no limit, got {self.minutes}")
 
-    def rate(self, step: int, steps: int) -> float:
-        """The learning rate of step number `step` of `steps`."""
+    def rate(self, step: int, steps: int, seconds: float = 0.0) -> float:
+        """The learning rate of step number `step` of `steps`, after so many seconds of training: where `minutes` will
+        end it before its last step, they are what it follows."""
+        at = float(step)
+        if self.minutes is not None:
+            at = max(at, steps * min(1.0, seconds / (60 * self.minutes)))
         rising = max(1, round(self.warmup * steps))
-        if step < rising:
-            return self.learning_rate * (step + 1) / rising
-        gone = (step - rising) / max(1, steps - rising)
+        if at < rising:
+            return self.learning_rate * (at + 1) / rising
+        gone = (at - rising) / max(1, steps - rising)
         return self.learning_rate * (_LEAST + (1 - _LEAST) * (1 + math.cos(math.pi * gone)) / 2)
 
 
@@ -223,10 +236,12 @@ def train(
     keep: Callable[[], None],
     progress: Progress | None = None,
     told: Callable[[Mapping[str, Any]], None] | None = None,
+    before: bool = False,
 ) -> Course:
     """Trains in place; `keep` is called while the parameters are the best so far. `state`: the file that a training
     goes on from, of one with the same `identity` alone; Ctrl-C leaves one in which no step is missing. `told` gets each
-    row of the course, those of before a resume too, and every few steps `step/loss` and `step/learning_rate`."""
+    row of the course, those of before a resume too, and every few steps `step/loss` and `step/learning_rate`. `before`:
+    the course begins with a row of what there was before the first step, without a loss."""
     steps_an_epoch = -(-len(texts) // schedule.batch)
     steps = schedule.epochs * steps_an_epoch
     parameters = dict(objective.parameters)
@@ -240,7 +255,11 @@ def train(
     if told is not None:
         for row in course.rows:
             told(row)
-    saved = time.monotonic()
+    saved, took = time.monotonic(), 0.0  # when a state was, and how long that took
+    if before and not course.rows:
+        _judged(course, judge(), keep)
+        if told is not None:
+            told(course.rows[-1])
     try:
         while course.why is None:
             if not _due(course, schedule, steps):
@@ -250,7 +269,7 @@ def train(
                     batch = [texts[i] for i in order.tolist()[at * schedule.batch : (at + 1) * schedule.batch]]
                     _step(objective, batch, schedule, steps, optimizer, draws, course)
                 if told is not None and course.step % _TOLD_EVERY == 0:
-                    rate = schedule.rate(course.step - 1, steps)
+                    rate = optimizer.param_groups[0]["lr"]
                     told({"step": course.step, "step/loss": course.losses[-1], "step/learning_rate": rate})
             loss = course.losses[-1]
             if _due(course, schedule, steps):
@@ -262,9 +281,11 @@ def train(
                 saved = time.monotonic()
                 if told is not None:
                     told(course.rows[-1])
-            elif time.monotonic() - saved > _SAVE_EVERY_S:
+            elif time.monotonic() - saved > max(_SAVE_EVERY_S, took / _SAVE_SHARE):
+                begun = time.monotonic()
                 _save(state, identity, parameters, optimizer, draws, course)
                 saved = time.monotonic()
+                took = saved - begun
             if progress is not None:
                 progress(course.step, steps, _note(course, loss), _last(course, schedule))
     except KeyboardInterrupt:
@@ -303,7 +324,7 @@ def _step(
 ) -> None:
     begin = time.perf_counter()
     for group in optimizer.param_groups:
-        group["lr"] = schedule.rate(course.step, steps)
+        group["lr"] = schedule.rate(course.step, steps, course.seconds)
     loss = objective.loss(batch, course.step / steps, draws)
     optimizer.zero_grad(set_to_none=True)
     loss.value.backward()
@@ -339,7 +360,7 @@ def _judged(course: Course, score: Score, keep: Callable[[], None]) -> None:
             "step": course.step,
             "seconds": course.seconds,
             "tokens": course.tokens,
-            "loss": sum(course.losses) / len(course.losses),
+            **({"loss": sum(course.losses) / len(course.losses)} if course.losses else {}),
             **{name: total / len(course.losses) for name, total in course.parts.items()},
             "value": score.value,
             **score.facts,

@@ -43,7 +43,7 @@ class TrainDraft:
         seed: int,
         start: Mapping[str, Tensor] | None,
     ) -> "DraftLearner":
-        objective = Distillation(self.loss, target, self.student.build(source, seed, start))
+        objective = Distillation(self.loss, target, self.student.build(source, target, seed, start))
         return DraftLearner(objective, DraftModel(max_draft=self.max_draft), target.config.vocab)
 
 

@@ -245,7 +245,8 @@ def _train(config: "RunConfig") -> int:
     from .composition import own_attention
     from .train import train_job
 
-    own_attention(config, "train")
+    if config.train is None or config.train.kind != "kv":
+        own_attention(config, "train")
     return train_job(config)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..attention.options import Native
 from ..decoding.cost import measure_target
 from ..decoding.model.decoder import Decoder
 from ..decoding.model.load import load_decoder
@@ -31,8 +32,10 @@ def check_product(config: RunConfig, source: Source) -> None:
     """Refuses, before anything is trained, tasks that could not be asked at its end."""
     if not config.quality.tasks:
         return
-    if config.train is None or config.train.kind != "student":
-        raise UserError("quality.tasks are for a student, beside its teacher: train=student, or leave them out")
+    if config.train is None or config.train.kind not in ("student", "kv"):
+        raise UserError(
+            "quality.tasks are for a student, beside its teacher: train=student or train=kv, or leave them out"
+        )
     check_quality(replace(config, against=None), source)
 
 
@@ -62,12 +65,15 @@ def product(config: RunConfig, source: Source, teacher: Decoder, folder: Path) -
     if not config.quality.tasks:
         return 0
     reference, mine = folder / "teacher", folder / "student"
-    plain = replace(config, against=None, output=str(reference), tracking=Untracked())
+    own = {"_target_": f"{Native.__module__}.{Native.__qualname__}"}
+    resolved: Mapping[str, Any] = {**config.resolved, "attention": own}
+    plain = replace(
+        config, against=None, output=str(reference), tracking=Untracked(), attention=Native(), resolved=resolved
+    )
     warm = Warm(((source.digest, teacher.dtype, teacher.device, None), teacher))
     if code := _examined(plain, warm, console):
         return code
     named = {"name": None, "path": str(folder), "revision": None, "adapter": None}
-    resolved: Mapping[str, Any] = config.resolved
     another = replace(
         plain,
         model=ModelSpec(path=str(folder)),

@@ -129,8 +129,9 @@ def answered(
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """`texts` are learnt from, `held` are the answers to prompts kept back, and the counts are of what was left out: by
-    the context, by `longest`, by an answer that says too little, by a prompt that is kept back under another id."""
+    """`texts` are learnt from, `held` are the answers to prompts kept back, `judged` their texts, and the counts are of
+    what was left out: by the context, by `longest`, by an answer that says too little, by a prompt that is kept back
+    under another id."""
 
     texts: Sequence[Text]
     held: Sequence[Answer]
@@ -138,6 +139,7 @@ class Lessons:
     long: int
     short: int
     twins: int = 0
+    judged: Sequence[Text] = ()
 
     @staticmethod
     def of(answers: Answers, held_back: int, longest: int) -> "Lessons":
@@ -157,7 +159,8 @@ class Lessons:
                 f"not kept back, in texts of at most train.schedule.longest={longest}"
             )
         long, short, twins = len(said) - len(fitting), len(others) - len(said), len(rest) - len(others)
-        return Lessons([text(a) for a in fitting], held, answers.left_out, long, short, twins)
+        judged = [text(a) for a in held if len(a.tokens) > 1]
+        return Lessons([text(a) for a in fitting], held, answers.left_out, long, short, twins, judged)
 
     def left_out(self, settings: TaskSettings, schedule: Schedule, context: int) -> str | None:
         """In words."""

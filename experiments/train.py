@@ -27,7 +27,19 @@ from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, pred
 from ..decoding.model.load import load_decoder
 from ..decoding.model.source import ModelSpec, Source, named
 from ..decoding.request import Request
-from ..decoding.training import Course, Drafts, Learner, Score, Stands, Trains, Watches, check_state, train
+from ..decoding.training import (
+    Course,
+    Drafts,
+    Learner,
+    ReadsTexts,
+    Score,
+    Stands,
+    Trains,
+    Watches,
+    check_state,
+    train,
+)  # fmt: skip
+from ..decoding.uptraining import TrainKV
 from ..errors import UserError
 from . import hardware
 from .compose import defaults, quoted
@@ -37,13 +49,14 @@ from .files import make_folder, misfit, write_atomic
 from .format import duration, number, percent, size
 from .lab import Heard, Lab, build_lab
 from .metrics import acceptance
+from .plain_texts import lessons_of, read_texts
 from .product import check_product, product
 from .progress import Watch
 from .quantise import target_of
 from .result import provenance
 from .sweep.lock import lock_folder
 from .table import columns
-from .target_answers import Answers, Lessons, answered, digest, enough, text
+from .target_answers import Answers, Lessons, answered, digest, enough
 from .tasks import Task, load_task
 from .tracking import RunInfo
 
@@ -69,7 +82,10 @@ _FACTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "perplexity": ("perplexity", number),
     "teacher_perplexity": ("teacher's", number),
 }
-_USED = {"draft": ("drafting=draft_model", "drafting.model.path"), "student": ("", "model.path")}  # not as heads are
+# What is not used as heads are.
+_USED = {
+    "draft": ("drafting=draft_model", "drafting.model.path"), "student": ("", "model.path"), "kv": ("", "model.path"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,9 +188,10 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
     started = datetime.now(UTC)
     device = resolve_device(config.device)
     dtype, why = resolve_dtype(config.dtype, device)
-    task = load_task(config.task)
     schedule = settings.schedule
-    enough(len(task.items), schedule.held_back)
+    files = settings.texts if isinstance(settings, ReadsTexts) else ()
+    task, plain = read_texts(files) if files else (load_task(config.task), [])
+    enough(len(plain or task.items), schedule.held_back)
     with Watch() as watch, Heard() as heard:
         source = target_of(config, dtype, watch.step)
         start = settings.check(source)
@@ -188,16 +205,21 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
             check_state(folder / STATE, known)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
         lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
-        answers = answered(
-            lab,
-            task,
-            config.task,
-            folder / ANSWERS,
-            seed=config.seed,
-            batch=config.batch,
-            progress=watch.step,
-        )
-        lessons = Lessons.of(answers, schedule.held_back, schedule.longest)
+        if files:
+            (folder / ANSWERS).touch()  # by which the folder is known as a training's
+            answers = Answers((), 0, task.digest)
+            lessons = lessons_of(plain, source, schedule.held_back, schedule.longest)
+        else:
+            answers = answered(
+                lab,
+                task,
+                config.task,
+                folder / ANSWERS,
+                seed=config.seed,
+                batch=config.batch,
+                progress=watch.step,
+            )
+            lessons = Lessons.of(answers, schedule.held_back, schedule.longest)
         learner = settings.learner(source, target, lessons.texts, config.seed, start)
         made = provenance(
             dtype,
@@ -253,6 +275,7 @@ def _taught(job: Job, watch: Watch) -> tuple[Course, dict[str, Any]]:
             keep=lambda: learner.save(folder, job.lab.source, job.about),
             progress=partial(watch.step, "training"),
             told=lambda row: tracker.row(_flat(row)),
+            before=isinstance(job.settings, TrainKV),  # a model already, before the first step
         )
         if not {file.name for file in folder.glob("*.safetensors")} - {STATE}:
             raise UserError(f"{folder} has lost what was trained: delete {folder / STATE}, and it is trained again")
@@ -278,10 +301,9 @@ def _judge(job: Job, watch: Watch) -> Callable[[], Score]:
         costs = _costs(job.folder / COSTS, mark, lab, learner, requests, seed, watch.step)
         return partial(Judge(lab, requests, seed, costs), learner)
     assert isinstance(learner, Stands)
-    texts = [text(a) for a in held if len(a.tokens) > 1]
-    if not texts:
+    if not job.lessons.judged:
         raise UserError(_SHORT)
-    return partial(learner.score, texts)
+    return partial(learner.score, job.lessons.judged)
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,7 +393,7 @@ def _show(
     course: Course, kind: str, source: Source, lessons: Lessons, costs: Mapping[str, Any], left_out: str | None
 ) -> None:
     console = Console(highlight=False, markup=False)
-    texts, back = len(lessons.texts), len({a.id for a in lessons.held})
+    texts, back = len(lessons.texts), len({a.id for a in lessons.held} or lessons.judged)
     console.print(f"{kind} for {source.label}: {texts} texts, judged on {back} others", soft_wrap=True)
     if left_out is not None:
         console.print(left_out, soft_wrap=True)
@@ -382,7 +404,7 @@ def _show(
             f"{row['step']}{' *' if n == course.best else ''}",
             f"{row['seconds'] / 60:.1f}",
             f"{row['tokens']:,}",
-            number(row["loss"], 3),
+            number(row.get("loss"), 3),
             *(_FACTS[fact][1](row[fact]) for fact in told),
         )
     console.print()

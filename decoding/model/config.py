@@ -1,17 +1,20 @@
 """What a model of the Llama family is made of, read from transformers' configs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from math import inf
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...attention.layout import Layout, uniform
+from ...attention.layout import LayerKV, Layout, uniform
 from ...errors import UserError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+LAYOUT = "decodelab_layout"  # our key in config.json: a table of keys and values that transformers' keys cannot say
 _ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -91,8 +94,47 @@ class ModelConfig:
             rotates=tuple(bool(r) for r in no_rope[:layers]) if no_rope else (True,) * layers,
             inv_freq=tuple(inv_freq.tolist()),
             rope_scale=scale,
-            layout=uniform(layers, kv_heads, head_dim, _windows(config, layers)),
+            layout=_layout(config, uniform(layers, kv_heads, head_dim, _windows(config, layers)), heads),
         )
+
+
+def with_layout(config: PretrainedConfig, layout: Layout) -> PretrainedConfig:
+    """A copy of `config` whose model keeps keys and values so; with our own key only where there is no other way."""
+    content = {key: value for key, value in config.to_dict().items() if key != LAYOUT}
+    first = layout.layers[0].kv_heads
+    made = type(config).from_dict(content | {"num_key_value_heads": first})
+    if ModelConfig.from_hf(made).layout.layers == layout.layers:
+        return made
+    return type(config).from_dict(made.to_dict() | {LAYOUT: [asdict(layer) for layer in layout.layers]})
+
+
+def _layout(config: PretrainedConfig, usual: Layout, heads: int) -> Layout:
+    """The table under our key, if there is one."""
+    given = getattr(config, LAYOUT, None)
+    if given is None:
+        return usual
+    try:
+        found = Layout(tuple(_entry(one) for one in _listed(given, len(usual.layers))), usual.head_dim)
+        if uneven := [n for n in (layer.kv_heads for layer in found.layers) if heads % n]:
+            raise ValueError(f"{heads} attention heads are not a multiple of {uneven[0]} KV heads")
+    except ValueError as error:
+        raise UserError(f"{LAYOUT} in config.json is no table of this model's layers ({error}): correct it") from None
+    return found
+
+
+def _listed(given: Any, layers: int) -> list[Any]:
+    if not isinstance(given, list) or len(given) != layers:
+        raise ValueError(f"it needs a list of {layers} entries")
+    return given
+
+
+def _entry(given: Any) -> LayerKV:
+    names = [field.name for field in fields(LayerKV)]
+    if not isinstance(given, Mapping) or set(given) != set(names):
+        raise ValueError(f"each entry has {', '.join(names)}, not {given!r:.60}")
+    if wrong := [n for n in names if type(given[n]) is not int and not (n == "window" and given[n] is None)]:
+        raise ValueError(f"{wrong[0]} is {given[wrong[0]]!r:.60}, but must be an integer")
+    return LayerKV(**given)
 
 
 def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:

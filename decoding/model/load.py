@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from ...attention.conversion import ConvertedTensors, converts
 from ...attention.layout import Layout
+from ...errors import UserError
 from .config import ModelConfig
 from .decoder import Decoder
 from .source import Source
@@ -19,15 +21,28 @@ def load_decoder(
     layout: Layout | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Decoder:
-    """Read the weights of `source` into a decoder. `layout`: of its keys and values, where that is not the model's own.
-    `progress(what, done, total)` counts layers."""
+    """Read the weights of `source` into a decoder. `layout`: of its keys and values, where that is not the model's own;
+    weights that go with other heads or owners are converted. `progress(what, done, total)` counts layers."""
     config = ModelConfig.from_hf(source.config)
+    tensors = source.tensors(progress)
+    if layout is not None and converts(layout, config.layout):
+        check_convertible(source)
+        tensors = ConvertedTensors(tensors, config.layout, layout)
     report = None if progress is None else (lambda done, total: progress(f"loading {source.label}", done, total))
     return Decoder(
         config if layout is None else replace(config, layout=layout),
-        source.tensors(progress),
+        tensors,
         dtype=dtype,
         device=device,
         codes=source.codes,
         progress=report,
     )
+
+
+def check_convertible(source: Source) -> None:
+    """Refuses weights that cannot go with another number of KV heads, or of caches."""
+    if source.codes:
+        raise UserError(
+            f"{source.label} is quantised, and quantised keys and values are not converted to other KV heads or shared "
+            "caches: give the unquantised model"
+        )

@@ -116,12 +116,13 @@ def read_json(file: Path) -> dict[str, Any]:
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the decoder reads, under transformers' name."""
     c = config
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    q = c.heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.dim), "model.norm.weight": (c.dim,)}
     if not c.tied:
         shapes["lm_head.weight"] = (c.vocab, c.dim)
     for layer in range(c.layers):
         at = f"model.layers.{layer}."
+        kv = c.layout.layers[layer].kv_heads * c.head_dim
         products = {
             "self_attn.q_proj": (q, c.dim, c.qkv_bias),
             "self_attn.k_proj": (kv, c.dim, c.qkv_bias),

@@ -189,9 +189,9 @@ def test_bytes_are_those_of_real_tensors(settings, dtype):
         (Hybrid(8), None),
         (Table("2*(window=4) full"), None),
         (GQA(4), None),  # what it has
-        (MQA(), "layer 0 would have kv_heads=1 where its weights have 4, and weights are not converted yet"),
-        (Table("2*full 1*(kv_heads=8)"), "layer 2 would have kv_heads=8 where its weights have 4"),
-        (CrossLayer(2), "layer 1 would have the cache of layer 0 where its weights go with that of layer 1"),
+        (MQA(), None),
+        (Table("2*full 1*(kv_heads=8)"), None),
+        (CrossLayer(2), None),
         (SinkWindow(8, 2), "layer 0 would keep 2 sinks, and there is no such cache yet"),
         (Table("3*full bits=8 2*full"), "layer 3 would keep 8 bits, and there is no such cache yet"),
     ],

@@ -88,7 +88,7 @@ def test_rows_are_those_that_tokens_of_the_answer_were_chosen_from(divergence: s
     each = []
     for text in texts:
         ids, rows = torch.tensor([text.tokens]), slice(text.first - 1, len(text.tokens) - 1)
-        p, q = (model(ids).logits[0, rows] for model in (teacher, objective.student))
+        p, q = (model(ids).logits[0, rows] for model in (teacher, objective.student.model))
         if divergence == "hard":
             each.append(-q.log_softmax(-1)[range(len(q)), list(text.tokens[text.first :])])
         else:
@@ -137,7 +137,7 @@ def test_a_score_is_of_the_answers_alone():
     assert found.facts["perplexity"] == pytest.approx(found.facts["teacher_perplexity"], rel=1e-4)
     texts, objective = said(4), distilled(CUT)
     ids = torch.tensor([text.tokens for text in texts])
-    q = objective.student(ids).logits[:, 5:-1].log_softmax(-1)
+    q = objective.student.model(ids).logits[:, 5:-1].log_softmax(-1)
     nll = -q.gather(-1, ids[:, 6:, None]).mean()
     found = objective.score(texts)
     assert found.facts["perplexity"] == pytest.approx(nll.exp().item(), rel=1e-4)
@@ -152,7 +152,7 @@ def test_layers_are_spread_over_the_target_and_bring_their_weights():
     assert Origin(keep=(1, 3, 7)).shape(source).no_rope_layers == [1, 0, 0]
     assert Origin(config={"num_hidden_layers": 3}).shape(source).no_rope_layers == [1, 1, 0]
     tensors = taught_source().tensors()
-    student = distilled(Origin(keep=(1,))).student.state_dict()
+    student = distilled(Origin(keep=(1,))).student.model.state_dict()
     assert student.keys() == {name.replace("layers.1.", "layers.0.") for name in tensors if "layers.0." not in name}
     for name, tensor in student.items():
         assert torch.equal(tensor, tensors[name.replace("layers.0.", "layers.1.")])
@@ -224,7 +224,7 @@ def test_the_folder_is_a_checkpoint_like_any_other(kind: str, kinds: dict[str, S
     assert not [file for file in tmp_path.iterdir() if file.name.endswith(".partial")]
     ids = torch.tensor([[5, 9, 70, 33]])
     with torch.no_grad():
-        want = objective.student(ids).logits[0]
+        want = objective.student.model(ids).logits[0]
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(theirs(ids).logits[0], want)
     assert theirs.generation_config.eos_token_id == list(source.eos_ids)
@@ -252,7 +252,7 @@ def test_logits_of_padding_do_not_count(kinds: dict[str, Source]):
     """A model may have more rows in its embedding than the target has tokens, or fewer."""
     small, large = kinds["llama"], replace(kinds["llama"], config=tiny_model(vocab_size=272).config)
     target = load_decoder(small, dtype=torch.float32)
-    student = Origin(config=SMALL).build(large, 0, None)
+    student = Origin(config=SMALL).build(large, target, 0, None)
     objective = Distillation(Distance(), target, student)
     assert objective.loss([Text((5, 9, 70, 33, 3), 2)], 0.0, torch.Generator()).value.isfinite()
     assert student.config.vocab_size > target.config.vocab

@@ -34,17 +34,9 @@ def test_check_draws_the_layers(words, capsys):
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        (
-            ["attention=mqa"],
-            "layer 0 would have kv_heads=1 where its weights have 2, and weights are not converted yet",
-        ),
-        (
-            ["attention=cross_layer"],
-            "layer 1 would have the cache of layer 0 where its weights go with that of layer 1",
-        ),
         (["attention=kv_int8"], "layer 0 would keep 8 bits, and there is no such cache yet"),
         (["attention=sink_window"], "layer 0 would keep 4 sinks, and there is no such cache yet"),
-        (["attention=layout", RECIPE], "layer 0 would have kv_heads=1 where its weights have 2"),
+        (["attention=layout", RECIPE], "layer 0 would keep 8 bits, and there is no such cache yet"),
         (
             ["attention=gqa", "attention.kv_heads=3"],
             "layer 0: 4 attention heads cannot share 3 KV heads; 1, 2, 4 can be",
