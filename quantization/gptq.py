@@ -21,21 +21,23 @@ from .grid import Grid, check_grid, round_to_nearest
 from .quantiser import Calibration, Inputs, Overrides, Quantised
 
 _DAMPINGS = (0.001, 0.01, 0.1, 1.0)  # that are tried where the one that is asked for is too little
+GROUPS = "groups"
 _DOUBLE = 8192  # columns up to which a Hessian is decomposed in float64: half a GB
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
     """Settings; what bits, group_size, symmetric and clip mean is said in `Grid`. `act_order`: columns in the order of
-    the Hessian's diagonal, the greatest first. `static_groups`: the scales are those of the weight as it was,
-    and groups are neighbouring columns in any order; else they are made along the way, and with act_order, groups are
-    neighbours in that order. `damping`: added to the diagonal, times its mean. `block_size`: columns between two
-    updates of all that follow; a matter of speed alone."""
+    the Hessian's diagonal, the greatest first; `groups`: so within each group of neighbours, and the groups by the sum
+    of theirs (GPTQModel's group-aware order; a shorter last group stays last). `static_groups`: the scales are those of
+    the weight as it was, and groups are neighbouring columns in any order; else they are made along the way, and with
+    act_order=true, groups are neighbours in that order. `damping`: added to the diagonal, times its mean. `block_size`:
+    columns between two updates of all that follow; a matter of speed alone."""
 
     bits: int = 4
     group_size: int = 64
     symmetric: bool = False
-    act_order: bool = True
+    act_order: bool | str = True
     static_groups: bool = True
     damping: float = 0.01
     clip: bool = False
@@ -51,6 +53,8 @@ class GPTQ:
             raise UserError(f"quantization.damping must be 0 or more, such as 0.01, got {self.damping}")
         if self.block_size < 1:
             raise UserError(f"quantization.block_size must be at least 1, got {self.block_size}")
+        if self.act_order not in (True, False, GROUPS):
+            raise UserError(f"quantization.act_order must be true, false or {GROUPS}, got {self.act_order!r}")
         sizes = sorted((self.block_size, self.group_size))
         if self.group_size != -1 and sizes[1] % sizes[0]:
             raise UserError(
@@ -74,7 +78,7 @@ class GPTQ:
         ]
 
     def scheme(self, shape: tuple[int, int]) -> Scheme:
-        in_order = self.static_groups or not self.act_order or self.group_size == -1
+        in_order = self.static_groups or self.act_order is not True or self.group_size == -1
         return self.grid.scheme(shape, grouped=not in_order)
 
     def layer(self, weight: Float[Tensor, "N K"], seen: Inputs | None) -> Quantised:
@@ -83,9 +87,7 @@ class GPTQ:
         if not seen.hessian.isfinite().all() or not diagonal.any():
             what = "no input was seen" if not diagonal.any() else "its inputs are not finite"
             return Quantised(round_to_nearest(weight, self.grid), (f"{what}: rounded to nearest",))
-        order = torch.arange(len(diagonal), device=diagonal.device)
-        if self.act_order:
-            order = torch.argsort(diagonal, descending=True, stable=True)
+        order = self._order(diagonal)
         hessian = seen.hessian[order][:, order]
         for damping in self._dampings():
             factor = inverse_factor(hessian, damping)
@@ -96,6 +98,19 @@ class GPTQ:
         told = f"the Hessian is not positive definite at a damping of {tried}: rounded to nearest"
         return Quantised(round_to_nearest(weight, self.grid), (told,))
 
+    def _order(self, diagonal: Float[Tensor, " K"]) -> Int[Tensor, " K"]:
+        if not self.act_order:
+            return torch.arange(len(diagonal), device=diagonal.device)
+        if self.act_order is True:
+            return torch.argsort(diagonal, descending=True, stable=True)
+        width = self.grid.width(len(diagonal))
+        groups = diagonal.split(width)
+        weights = torch.stack([group.sum() for group in groups])
+        if len(groups[-1]) < width:
+            weights[-1] = -1  # else the groups behind it would not begin at multiples of the width
+        by = torch.argsort(weights, descending=True, stable=True).tolist()
+        return torch.cat([g * width + torch.argsort(groups[g], descending=True, stable=True) for g in by])
+
     def _dampings(self) -> Iterator[float]:
         yield self.damping
         yield from (damping for damping in _DAMPINGS if damping > self.damping)
@@ -105,11 +120,12 @@ class GPTQ:
         K, grid = weight.shape[1], self.grid
         width = grid.width(K)
         neighbours = torch.arange(K, device=weight.device) // width
-        group, scales = neighbours, None  # the group of each column, as they come
+        whole = self.static_groups or self.act_order == GROUPS
+        group, scales = neighbours[order] if whole else neighbours, None  # the group of each column, as they come
         if self.static_groups:
             found = round_to_nearest(weight, grid)
             assert found.zero is not None
-            group, scales = neighbours[order], (found.scale.float(), found.zero)
+            scales = found.scale.float(), found.zero
         codes, scale, zero = compensated(weight[:, order], factor, grid, group, scales, self.block_size)
         back = torch.argsort(order)
         columns = group[back]

@@ -15,7 +15,7 @@ from decodelab.quantization.quantiser import Calibration, Inputs
 from decodelab.quantization.rtn import RTN
 from decodelab.quantization.sequential import output_error
 
-MODES = list(product((False, True), repeat=2))  # act_order, static_groups
+MODES = list(product((False, True, "groups"), (False, True)))  # act_order, static_groups
 
 
 def problem(N: int, K: int, tokens: int = 512, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -35,6 +35,10 @@ def brain_surgeon(weight: Tensor, hessian: Tensor, settings: GPTQ) -> tuple[Tens
     K, grid = W.shape[1], settings.grid
     width = grid.width(K)
     order = H.diagonal().argsort(descending=True, stable=True) if settings.act_order else torch.arange(K)
+    if settings.act_order == "groups":
+        starts = range(0, K, width)
+        rank = sorted(starts, key=lambda g: (g + width > K, -float(H.diagonal()[g : g + width].sum())))
+        order = torch.cat([order[(order >= g) & (order < g + width)] for g in rank])
     H = H + settings.damping * H.diagonal().mean() * torch.eye(K)
     now, out, cut = W.clone(), W.clone(), 0
     for j, k in enumerate(order.tolist()):
@@ -260,6 +264,7 @@ def test_a_text_of_fewer_tokens_than_columns_is_warned_of():
         ({"damping": float("nan")}, r"quantization\.damping must be 0 or more"),
         ({"block_size": 0}, r"quantization\.block_size must be at least 1, got 0"),
         ({"block_size": 48}, r"block_size=48 and quantization\.group_size=64: one must divide the other"),
+        ({"act_order": "group"}, r"quantization\.act_order must be true, false or groups, got 'group'"),
         ({"bits": 9}, r"quantization\.bits must be 2 to 8, got 9"),
         ({"group_size": 24}, r"quantization\.group_size must be -1 for a whole row, or a power of two"),
     ],
