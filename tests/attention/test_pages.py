@@ -86,7 +86,9 @@ def test_100_000_random_operations(size: int) -> None:
     pool = Pool(24 // size + 4, size)
     pages, refused, found, evicted, copied, longest = pool.pages, 0, 0, 0, 0, 0
     for _ in range(33_334):
-        match rng.choice(["open", "open", "stage", "stage", "stage", "commit", "commit", "drop", "fork", "free", "all"]):
+        match rng.choice(
+            ["open", "open", "stage", "stage", "stage", "commit", "commit", "drop", "fork", "free", "all"]
+        ):
             case "open" if len(pool.tokens) < 4:
                 prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
                 found += len(pool.tokens[pool.open(prompt)]) > 0
