@@ -24,7 +24,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64, 64, 512),
     "gfx90a": ("hip", "gfx90a", 64, 64, 512),
 }
-OPS = ("verify_attention",)
+OPS = ("verify_attention", "rms_norm", "rope", "swiglu", "accept", "commit")
 
 
 @dataclass(frozen=True, slots=True)

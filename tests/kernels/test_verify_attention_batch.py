@@ -14,8 +14,9 @@ from decodelab.kernels.verify_attention.keys import Keys, Looks
 
 pytest.importorskip("triton", reason="kernels are interpreted by triton")
 
-# Root mean square; weights and values are rounded once to the dtype, sums are of float32.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}
+# Root mean square; weights and values are rounded once to the dtype, sums are of float32. (Triton's
+# interpreter does not round to bfloat16 but cuts off.)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 FORESTS = {  # parents: lone row, chain, tree, forest of two
     "row": [-1],
     "chain": [-1, 0, 1, 2],
