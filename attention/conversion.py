@@ -43,12 +43,12 @@ def pooled(heads: Tensor, have: int, want: int, pool: Pool) -> Tensor:
     split = split.repeat_interleave(every // have, 0)
     if every != want:
         groups = split.unflatten(0, (want, -1))
-        split = groups[:, 0] if pool == "first" else groups.float().mean(1)
+        split = groups[:, 0] if pool == "first" else _wide(groups).mean(1)
     return split.flatten(0, 1)
 
 
 class ConvertedTensors(Mapping[str, Tensor]):
-    """A model's tensors, by transformers' names, as those of `layout`; what is a mean is float32."""
+    """A model's tensors, by transformers' names, as those of `layout`; what is a mean is in float32, or more."""
 
     def __init__(self, stored: Mapping[str, Tensor], native: Layout, layout: Layout) -> None:
         self._stored, self._native, self._layout = stored, native, layout
@@ -65,7 +65,7 @@ class ConvertedTensors(Mapping[str, Tensor]):
             every = enumerate(_pairs(self._layout, self._native))
             read = [i for i, (wanted, own) in every if wanted.owner == layer and own.owner == i]
         each = [self._resized(name.replace(f".{layer}.", f".{i}.", 1), i, part) for i in read]
-        return each[0] if len(each) == 1 else torch.stack([tensor.float() for tensor in each]).mean(0)
+        return each[0] if len(each) == 1 else torch.stack([_wide(tensor) for tensor in each]).mean(0)
 
     def _resized(self, name: str, layer: int, part: str) -> Tensor:
         have, want = (of.layers[layer].kv_heads for of in (self._native, self._layout))
@@ -86,3 +86,7 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
 def _pairs(layout: Layout, native: Layout) -> Iterator[tuple[LayerKV, LayerKV]]:
     return zip(layout.layers, native.layers, strict=True)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

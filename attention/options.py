@@ -88,10 +88,10 @@ class MHA:
 @dataclass(frozen=True, slots=True)
 class CrossLayer:
     """`share` successive layers of one kind read the cache of the first of them (CLA, arXiv:2405.12981). `pool`:
-    whose weights fill it: the first's, or the mean of theirs."""
+    whose weights fill it: the mean of theirs, or those of the first."""
 
     share: int = 2
-    pool: Pool = "first"
+    pool: Pool = "mean"
 
     def layout(self, native: Layout, heads: int) -> Layout:
         layers = _shared(native.layers, [self.share] * len(native.layers))
@@ -153,7 +153,7 @@ class Table:
 
     layers: str = "full"
     pool: Pool = "mean"
-    share_pool: Pool = "first"
+    share_pool: Pool = "mean"
 
     def __post_init__(self) -> None:
         _read(self.layers)

@@ -75,7 +75,7 @@ def test_quality_is_the_teachers_and_the_students(
 @pytest.mark.parametrize(
     ("kind", "more", "line"),
     [
-        ("draft", [], "quality.tasks are for a student, beside its teacher: train=student, or leave them out"),
+        ("draft", [], "quality.tasks are for a student, beside its teacher: train=student or train=kv, or leave"),
         ("student", ["quality.tasks=[nowhere.jsonl]"], "nowhere.jsonl"),
         ("student", ["train.student.keep=3"], "train.student.keep=3, but tiny has 2 layers, from 0 on"),
         ("student", ["train.student.config={hidden: 3}"], "a student comes from one of train.student.keep,"),

@@ -19,6 +19,6 @@ def words(bench: Any, kind: str, output: str, *more: str, rows: Sequence[Mapping
     return [
         "train", f"train={kind}", f"model.path={bench.checkpoint}", "device=cpu", "threads=1", "dtype=float32",
         f"task.path={task}", "task.max_new_tokens=12", "batch=3", "train.schedule.held_back=2",
-        "train.schedule.batch=2", "train.schedule.every=3", "train.schedule.epochs=4", *KINDS[kind],
+        "train.schedule.batch=2", "train.schedule.every=3", "train.schedule.epochs=4", *KINDS.get(kind, ()),
         f"output={bench.root / output}", *more,
     ]  # fmt: skip
