@@ -1,6 +1,13 @@
-"""Where keys and values live: a committed prefix a sequence, and rows staged behind it until a commit keeps some."""
+"""Where keys and values live: a committed prefix a sequence, and rows staged behind it until a commit keeps some.
 
-from collections.abc import Mapping, Sequence, Set
+What a row sees is defined here, once. A row at position i sees the keys of its sequence's committed prefix, of the
+staged rows that it descends from, and its own: all of those where its layer has no window. With window W and sinks S it
+sees those of them at positions i − W + 1 … i (so W of them, its own among them) and those at positions below S.
+Positions are prefix + depth: in a tree depth decides, not the place in the forward. How many rows stand beside it, of
+its own sequence or of others, is nothing to it. A row that would see no key gets zeros (`verify_attention`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..kernels.verify_attention import padded_keys
-from .layout import Layout
+from .layout import Layout, Sight
 from .rows import Rows, forest, segments
 
 # More rows of a prompt than this attend without a mask of their own (`causal_attention`).
@@ -22,8 +29,9 @@ _ALIGN = 64  # slots a sequence come in multiples of this
 class Part:
     """The rows of one sequence in one forward: rows `first` to `stop` of it, written from slot `slot` on.
 
-    `keys`: how many slots they look at. `blocked[W]` [rows, B]: what a row must not see of the last B of those slots,
-    for layers of window W (None: no window); no entry where every row sees everything. `causal`: a long chain.
+    `keys`: how many slots rows without a window look at; layers that keep a window alone have fewer to show.
+    `blocked[W, S]` [rows, B]: what a row must not see of the last B of the slots that it looks at, for layers with
+    window W (None: no window) and S sinks; no entry where every row sees everything. `causal`: a long chain.
     """
 
     sequence: int
@@ -32,7 +40,7 @@ class Part:
     slot: int
     keys: int
     causal: bool
-    blocked: Mapping[int | None, Bool[Tensor, "rows B"]]
+    blocked: Mapping[Sight, Bool[Tensor, "rows B"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,8 @@ class Cache(Protocol):
 
     `stage` is called once a forward and says where its rows go, `write` once a layer that owns its keys, `view` once a
     layer. Several forwards may stage before a commit. `commit` keeps the listed staged rows of each sequence named, in
-    order, and forgets every other staged row, those of the sequences not named included.
+    order, and forgets every other staged row, those of the sequences not named included. `nbytes`: of the tensors that
+    committed rows lie in; `formula_bytes`: the same by the layout's arithmetic.
     """
 
     layout: Layout
@@ -68,7 +77,12 @@ class Cache(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
-    def slots(self) -> int: ...
+    def formula_bytes(self) -> int: ...
+
+
+def rounded(capacity: int) -> int:
+    """Slots of a sequence that has `capacity` rows: whole steps, and as many as a view hands in for its last row."""
+    return padded_keys(-(-capacity // _ALIGN) * _ALIGN)
 
 
 def place(
@@ -79,12 +93,15 @@ def place(
     committed: int,
     mine: Sequence[int],
     parents: Sequence[int],
-    windows: Set[int | None],
+    sights: Iterable[Sight],
     device: torch.device,
+    shown: Callable[[Sight], np.ndarray] | None = None,
 ) -> tuple[Part, np.ndarray]:
     """(rows [a, b) of `sequence` behind its `committed` ones in order of position, their positions).
 
-    `mine`: numbers of its staged rows, these among them; `parents`: of all staged rows; `windows`: that layers have.
+    `mine`: numbers of its staged rows, these among them; `parents`: of all staged rows; `sights`: that layers have;
+    `shown`: the positions of the committed rows that such layers look at, in order, −1 where there is none (default:
+    all). Staged rows stand behind those.
     """
     count = b - a
     earlier = len(mine) - count
@@ -100,24 +117,27 @@ def place(
     depth, sees = forest(shape)
     depth_of = np.array(depth)
     at = committed + depth_of[earlier:]
-    blocked: dict[int | None, Tensor] = {}
-    if None in windows and (count > 1 or earlier or keys > slot + count):
-        hidden = np.ones((count, keys - committed), dtype=bool)
-        hidden[:, : earlier + count] = ~sees[earlier:]
-        blocked[None] = torch.from_numpy(hidden).to(device)
-    for window in windows - {None}:
-        assert window is not None
-        hidden = np.ones((count, keys), dtype=bool)
-        slots = np.arange(committed)
-        hidden[:, :committed] = slots[None] <= at[:, None] - window
-        near = depth_of[None] > depth_of[earlier:, None] - window
-        hidden[:, committed : committed + earlier + count] = ~(sees[earlier:] & near)
-        blocked[window] = torch.from_numpy(hidden).to(device)
+    blocked: dict[Sight, Tensor] = {}
+    for window, sink in sights:
+        if window is None:
+            if count == 1 and not earlier and keys == slot + count:
+                continue
+            hidden = np.ones((count, keys - committed), dtype=bool)
+            hidden[:, : earlier + count] = ~sees[earlier:]
+        else:
+            before = np.arange(committed) if shown is None else shown((window, sink))
+            hidden = np.ones((count, padded_keys(len(before) + earlier + count)), dtype=bool)
+            at_of = np.concatenate([before, committed + depth_of])
+            seen = (at_of > at[:, None] - window) | (at_of < sink)
+            seen[:, : len(before)] &= before >= 0
+            seen[:, len(before) :] &= sees[earlier:]
+            hidden[:, : seen.shape[1]] = ~seen
+        blocked[window, sink] = torch.from_numpy(hidden).to(device)
     return Part(sequence, a, b, slot, keys, False, blocked), at
 
 
 class DenseCache:
-    """Every sequence has `capacity` slots of its own, allocated at once and zeroed; windows are masks.
+    """Every sequence has `capacity` slots of its own, allocated at once and zeroed; windows and sinks are masks.
 
     Slots are zeroed, not empty, because blocked slots are still multiplied (by weight zero, which a NaN survives).
     """
@@ -126,12 +146,12 @@ class DenseCache:
         self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         for i, layer in enumerate(layout.layers):
-            if layer.sink or layer.bits != 16:
-                raise ValueError(f"layer {i} has sink={layer.sink} and bits={layer.bits}; a dense cache keeps neither")
+            if layer.bits != 16:
+                raise ValueError(f"layer {i} has bits={layer.bits}, and a dense cache keeps rows as they are computed")
         self.layout = layout
-        self.capacity = padded_keys(-(-capacity // _ALIGN) * _ALIGN)
+        self.capacity = rounded(capacity)
         self.device = torch.device(device)
-        self._windows = {layer.window for layer in layout.layers}
+        self._sights = dict.fromkeys(layer.sight for layer in layout.layers)
         # layers with the same number of heads share one tensor [2, layers, sequences, Hkv, S, D]: a commit is one copy
         by_heads: dict[int, list[int]] = {}
         for owner in layout.owners:
@@ -191,6 +211,10 @@ class DenseCache:
         """Tokens that fit, over all sequences: `nbytes` is the layout's bytes a token times this."""
         return self.capacity * self._storage[0].shape[2]
 
+    @property
+    def formula_bytes(self) -> int:
+        return self.layout.bytes_per_token(self._storage[0].itemsize) * self.slots
+
     def stage(self, rows: Rows) -> Placement:
         if rows.first != self.staged:
             raise ValueError(f"rows are numbered from {rows.first}, but {self.staged} rows are staged")
@@ -207,7 +231,7 @@ class DenseCache:
             mine = self._staged_of[sequence]
             mine += range(rows.first + a, rows.first + b)
             part, at = place(
-                rows, sequence, a, b, self._length[sequence], mine, self._parents, self._windows, self.device
+                rows, sequence, a, b, self._length[sequence], mine, self._parents, self._sights, self.device
             )
             parts.append(part)
             positions[a:b] = at

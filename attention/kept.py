@@ -1,6 +1,7 @@
 """How the rows of one layer are kept: as computed, or as integers of 8 or 4 bits with a scale a row and head."""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float16, Int, Integer
 from torch import Tensor
 
@@ -38,6 +39,10 @@ class KeptRows:
         return sum(part.nbytes for part in self._parts)
 
     @property
+    def slot_bytes(self) -> int:
+        return sum(part.shape[1] * 2 * part[0, 0, 0].nbytes for part in self._parts)
+
+    @property
     def _parts(self) -> tuple[Tensor, ...]:
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
@@ -55,21 +60,21 @@ class KeptRows:
         k, v = found[0] if self.scales is None else dequantise(found[0], found[1], self.dtype)
         return k, v
 
-    def move(self, source: Slots, to: Slots) -> None:
+    def move(self, source: Int[Tensor, " n"], to: Int[Tensor, " n"]) -> None:
         """Copy slots to others, which may be among them."""
         for part in self._parts:
-            part[:, :, to] = part[:, :, source].clone()
+            part[:, :, to] = part.index_select(2, source)
 
     def clear(self, at: Slots) -> None:
         for part in self._parts:
             part[:, :, at] = 0
 
-    def grow(self, slots: int) -> None:
-        """To so many slots, if there are fewer; what is kept stays where it is."""
-        if (more := slots - self.slots) > 0:
-            self.codes = torch.nn.functional.pad(self.codes, (0, 0, 0, more))
+    def resize(self, slots: int) -> None:
+        """To so many slots; those that stay keep what they hold."""
+        if slots != self.slots:
+            self.codes = F.pad(self.codes, (0, 0, 0, slots - self.slots))
             if self.scales is not None:
-                self.scales = torch.nn.functional.pad(self.scales, (0, more))
+                self.scales = F.pad(self.scales, (0, slots - self.slots))
 
 
 def quantise(rows: Float[Tensor, "*B D"], bits: int) -> tuple[Integer[Tensor, "*B Dk"], Float16[Tensor, "*B"]]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Pool = Literal["mean", "first"]
+Sight = tuple[int | None, int]  # (window, sinks)
+FULL: Sight = (None, 0)
 BITS = (16, 8, 4)
 # Of the scale that each token has for each head of K and of V, at 8 and 4 bits. float16, as the scales of weights: its
 # rounding (2⁻¹¹) is far below a step of 8 bits (1/127), codes are chosen with the rounded scale, and it costs half of
@@ -25,6 +27,11 @@ class LayerKV:
     sink: int = 0
     bits: int = 16
 
+    @property
+    def sight(self) -> Sight:
+        """What its rows see of what they could: the key to their mask."""
+        return self.window, self.sink
+
     def held(self, tokens: int) -> int:
         """Tokens of a sequence whose keys are kept: what neither its window nor its sinks will see again is not."""
         return tokens if self.window is None else min(tokens, self.window + self.sink)
@@ -36,7 +43,7 @@ class Pooling:
     cache of several layers."""
 
     heads: Pool = "mean"
-    layers: Pool = "first"
+    layers: Pool = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,11 @@ class Layout:
     def owners(self) -> tuple[int, ...]:
         """The layers that hold K and V of their own, ascending."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.owner == i)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every layer keeps all rows as they are computed."""
+        return all(layer.window is None and layer.bits == 16 for layer in self.layers)
 
     def layer_bytes(self, layer: int, itemsize: int) -> int:
         """What one token takes in one layer: nothing where it reads another layer's cache."""

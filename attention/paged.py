@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .cache import Part, Placement, place
+from .kept import KeptRows
 from .layout import Layout
 from .pages import Pages
 from .rows import Rows, segments
@@ -16,7 +17,8 @@ SPARE = 4  # times what is needed: so much a pool that shares keeps, where its s
 
 
 class PagedCache:
-    """Every sequence has a table of blocks of `size` tokens; windows are masks over all of them, and save no memory.
+    """Every sequence has a table of blocks of `size` tokens; windows and sinks are masks over all of them, and save no
+    memory.
 
     `blocks`: of the pool; None: as many as `reserve` asks for, and with `share` `SPARE` times as many. With `share`,
     full blocks of committed rows are found by later prompts that begin alike (`adopt`). A view is gathered, so that
@@ -33,19 +35,16 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        for i, layer in enumerate(layout.layers):
-            if layer.sink or layer.bits != 16:
-                raise ValueError(f"layer {i} has sink={layer.sink} and bits={layer.bits}; a paged cache keeps neither")
-        self.layout, self.device = layout, torch.device(device)
+        self.layout, self.device, self._dtype = layout, torch.device(device), dtype
         self.pages = Pages(blocks or 0, size, share=share)
         self.capacity = 0  # positions that a sequence may reach
         self.peak = 0  # blocks used at most
         self._grows = blocks is None
-        self._windows = {layer.window for layer in layout.layers}
-        heads = {owner: layout.layers[owner].kv_heads for owner in layout.owners}
-        self._kv = {  # [2, Hkv, slots, D]
-            owner: torch.zeros(2, h, self.slots, layout.head_dim, dtype=dtype, device=device)
-            for owner, h in heads.items()
+        self._sights = dict.fromkeys(layer.sight for layer in layout.layers)
+        each = {owner: layout.layers[owner] for owner in layout.owners}
+        self._kept = {
+            owner: KeptRows(self.slots, layer.kv_heads, layout.head_dim, layer.bits, dtype, self.device)
+            for owner, layer in each.items()
         }
         self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in order
         self._tokens: list[int] = []  # of all staged rows
@@ -58,9 +57,8 @@ class PagedCache:
         needed = sequences * -(-capacity // self.pages.size) * (SPARE if self.pages.share else 1)
         if self._grows and needed > self.pages.total:
             self.pages.grow(needed)
-            for owner, kv in self._kv.items():
-                more = kv.new_zeros(2, kv.shape[1], self.slots - kv.shape[2], kv.shape[3])
-                self._kv[owner] = torch.cat([kv, more], 2)
+            for kept in self._kept.values():
+                kept.resize(self.slots)
 
     def open(self) -> int:
         sequence = self.pages.open()
@@ -99,12 +97,16 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(kv.nbytes for kv in self._kv.values())
+        return sum(kept.nbytes for kept in self._kept.values())
 
     @property
     def slots(self) -> int:
         """Tokens that fit, over all sequences: `nbytes` is the layout's bytes a token times this."""
         return self.pages.total * self.pages.size
+
+    @property
+    def formula_bytes(self) -> int:
+        return self.layout.bytes_per_token(self._dtype.itemsize) * self.slots
 
     def stage(self, rows: Rows) -> Placement:
         if rows.first != self.staged:
@@ -128,7 +130,7 @@ class PagedCache:
             mine = self._staged_of[sequence]
             mine += range(rows.first + a, rows.first + b)
             committed = self.pages.length(sequence)
-            part, at = place(rows, sequence, a, b, committed, mine, self._parents, self._windows, self.device)
+            part, at = place(rows, sequence, a, b, committed, mine, self._parents, self._sights, self.device)
             slots = self._slots_of(self.pages.table(sequence))[: part.slot + b - a]
             # what is handed in for the sake of sums alone is blocked, and so may be any row that is written
             self._at[sequence] = torch.cat([slots, slots[:1].expand(part.keys - len(slots))])
@@ -139,13 +141,11 @@ class PagedCache:
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
         at = self._at[part.sequence][part.slot : part.slot + part.stop - part.first]
-        self._kv[layer][0, :, at] = k.transpose(0, 1)
-        self._kv[layer][1, :, at] = v.transpose(0, 1)
+        self._kept[layer].put(at, k, v)
 
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
         """What the layer's rows look at: the owner's rows of the sequence, in order."""
-        k, v = self._kv[self.layout.layers[layer].owner].index_select(2, self._at[part.sequence])
-        return k, v
+        return self._kept[self.layout.layers[layer].owner].get(self._at[part.sequence])
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sequence, kept in keep.items():
@@ -172,5 +172,5 @@ class PagedCache:
         return (first[:, None] + torch.arange(self.pages.size)).flatten().to(self.device)
 
     def _move(self, source: Int[Tensor, " N"], to: Int[Tensor, " N"]) -> None:
-        for kv in self._kv.values():
-            kv[:, :, to] = kv[:, :, source]  # indexing copies before it writes, so overlaps are safe
+        for kept in self._kept.values():
+            kept.move(source, to)

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.cache import Cache, DenseCache, Placement
+from ..attention.layout import FULL
 from ..attention.rows import Rows, chains
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, tree
 from ..decoding.model.source import Source
@@ -312,7 +313,7 @@ def _attend(cache: Cache, place: Placement, q: Tensor, k: Tensor, v: Tensor) -> 
         if part.causal:
             parts.append(causal_attention(q[mine], keys, values, scale))
         else:
-            parts.append(verify_attention(q[mine].contiguous(), keys, values, part.blocked.get(None), scale))
+            parts.append(verify_attention(q[mine].contiguous(), keys, values, part.blocked.get(FULL), scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

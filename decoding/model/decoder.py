@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ...attention.cache import Cache, DenseCache, Placement
+from ...attention.layered import LayeredCache
 from ...attention.paged import PagedCache
 from ...attention.rows import Rows
 from ...errors import UserError
@@ -39,7 +40,7 @@ class Block(nn.Module):
         c = config
         self.layer, self.heads, self.head_dim, self.eps = layer, c.heads, c.head_dim, c.norm_eps
         entry = c.layout.layers[layer]
-        self.kv_heads, self.window, self.owns = entry.kv_heads, entry.window, entry.owner == layer
+        self.kv_heads, self.sight, self.owns = entry.kv_heads, entry.sight, entry.owner == layer
         self.rotates = c.rotates[layer]
         self.scale = c.head_dim**-0.5
         at = f"model.layers.{layer}."
@@ -84,9 +85,9 @@ class Block(nn.Module):
             k, v = cache.view(self.layer, part)
             mine = q[a:b].contiguous()
             if part.causal:
-                parts.append(causal_attention(mine, k, v, self.scale, self.window))
+                parts.append(causal_attention(mine, k, v, self.scale, *self.sight))
             else:
-                parts.append(verify_attention(mine, k, v, part.blocked.get(self.window), self.scale))
+                parts.append(verify_attention(mine, k, v, part.blocked.get(self.sight), self.scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
         return {"linear": ", ".join(products), "attention": attention}
 
-    def open_cache(self, sequences: int, capacity: int, pages: PagedCache | None = None) -> DenseCache | PagedCache:
+    def open_cache(self, sequences: int, capacity: int, pages: PagedCache | None = None) -> Cache:
         """A cache of the model's own layout with `capacity` slots for each of `sequences` sequences; or `pages`, which
         goes on from request to request, with room for them."""
         self._reach(capacity)
@@ -171,7 +172,8 @@ class Decoder(nn.Module):
             pages.reserve(sequences, capacity)
             return pages
         layout = self.config.layout
-        return DenseCache(layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
+        kind = DenseCache if layout.plain else LayeredCache
+        return kind(layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
 
     def _reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:

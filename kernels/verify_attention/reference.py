@@ -22,5 +22,5 @@ def verify_attention_reference(
     for h in range(Hq):
         kh, vh = k[h // (Hq // Hkv)].double(), v[h // (Hq // Hkv)].double()
         scores = (q[:, h].double() @ kh.T * scale).masked_fill(unseen, -torch.inf)
-        heads.append(torch.softmax(scores, -1) @ vh)
+        heads.append(torch.softmax(scores, -1).masked_fill(unseen.all(1, keepdim=True), 0) @ vh)
     return torch.stack(heads, 1).reshape(T, -1).to(q.dtype)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 _ROWS = 4
-_KEYS, _BLOCK = 64, 192
+_KEYS = 64
+BLOCK = 192  # sums begin anew here: whole blocks of keys that a row does not see may be left out
 
 
 def padded_keys(keys: int) -> int:
     """How many keys to hand in where a row sees `keys` of them, so that its sums do not depend on the number."""
-    return max(keys, _KEYS) if keys <= _BLOCK else max(keys, 2 * _BLOCK)
+    return max(keys, _KEYS) if keys <= BLOCK else max(keys, 2 * BLOCK)
 
 
 @lru_cache(maxsize=1)
@@ -52,4 +53,7 @@ def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float
         tail = scores[:, : T * group, S - blocked.shape[1] :].unflatten(1, (T, group))
         tail.masked_fill_(blocked[:, None], -torch.inf)
     out = torch.bmm(torch.softmax(scores, -1), v.to(wide))[:, : T * group]
-    return out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq * D).to(q.dtype)
+    out = out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq * D)
+    if blocked is not None and blocked.shape[1] == S and (blind := blocked.all(1)).any():
+        out[blind] = 0
+    return out.to(q.dtype)

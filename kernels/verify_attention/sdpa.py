@@ -19,10 +19,13 @@ def verify(q: Tensor, k: Tensor, v: Tensor, blocked: Tensor | None, scale: float
         mask[:, S - blocked.shape[1] :] = ~blocked
         mask = mask.repeat_interleave(group, 0)
     out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)[0]
-    return out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq * D)
+    out = out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq * D)
+    if blocked is not None and blocked.shape[1] == S:  # torch's backends differ in what they make of it
+        out = out.masked_fill(blocked.all(1, keepdim=True), 0)
+    return out
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sink: int) -> Tensor:
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
     grouped = q.view(T, Hkv, Hq // Hkv, D).permute(
@@ -39,10 +42,15 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
         hi = min(lo + _BLOCK, T)
         first = 0 if window is None else max(0, start + lo - window + 1)
         at = torch.arange(first, start + hi, device=q.device)
+        keys, values = k[:, first : start + hi], v[:, first : start + hi]
+        if head := min(sink, first):
+            at = torch.cat([torch.arange(head, device=q.device), at])
+            keys, values = torch.cat([k[:, :head], keys], 1), torch.cat([v[:, :head], values], 1)
         row = torch.arange(start + lo, start + hi, device=q.device)[:, None]
-        seen = at <= row if window is None else (at <= row) & (at > row - window)
-        keys, values = k[None, :, first : start + hi], v[None, :, first : start + hi]
+        seen = at <= row if window is None else (at <= row) & ((at > row - window) | (at < sink))
         for g in range(grouped.shape[0]):
-            part = F.scaled_dot_product_attention(grouped[g, None, :, lo:hi], keys, values, attn_mask=seen, scale=scale)
+            part = F.scaled_dot_product_attention(
+                grouped[g, None, :, lo:hi], keys[None], values[None], attn_mask=seen, scale=scale
+            )
             out[lo:hi, :, g] = part[0].transpose(0, 1)
     return out.view(T, Hq * D)

@@ -10,9 +10,18 @@ from decodelab.attention.cache import LONG_CHAIN, Cache, DenseCache, Part
 from decodelab.attention.layout import LayerKV, Layout, uniform
 from decodelab.attention.rows import Rows, chains
 
-# Layers 0 and 1 share keys, 2 has another number of heads, 3 and 4 a window.
+# Layers 0 and 1 share keys, 2 has another number of heads, 3 and those behind it a window, 5 and 6 sinks.
 LAYOUT = Layout(
-    (LayerKV(0, 2), LayerKV(0, 2), LayerKV(2, 1), LayerKV(3, 2, window=4), LayerKV(4, 2, window=1)), head_dim=3
+    (
+        LayerKV(0, 2),
+        LayerKV(0, 2),
+        LayerKV(2, 1),
+        LayerKV(3, 2, window=4),
+        LayerKV(4, 2, window=1),
+        LayerKV(5, 1, window=3, sink=2),
+        LayerKV(5, 1, window=3, sink=2),
+    ),
+    head_dim=3,
 )
 LAYERS = range(len(LAYOUT.layers))
 
@@ -56,10 +65,10 @@ def seen(cache: Cache, part: Part, layer: int) -> list[list[int]]:
     assert torch.equal(k, k[:1, :, :1].expand_as(k))
     owner = LAYOUT.layers[layer].owner
     marks = (k[0, :, 0] - owner / 10).round().long()
-    blocked = torch.zeros(part.stop - part.first, part.keys, dtype=torch.bool)
-    mask = part.blocked.get(LAYOUT.layers[layer].window)
+    blocked = torch.zeros(part.stop - part.first, len(marks), dtype=torch.bool)
+    mask = part.blocked.get(LAYOUT.layers[layer].sight)
     if mask is not None:
-        blocked[:, part.keys - mask.shape[1] :] = mask
+        blocked[:, len(marks) - mask.shape[1] :] = mask
     return [marks[~row].tolist() for row in blocked]
 
 
@@ -73,10 +82,12 @@ def stage(cache: Cache, listed: Listed, rows: Rows) -> None:
         write(cache, part, marks)
     for part in place.parts:
         for layer in LAYERS:
-            window = LAYOUT.layers[layer].window
+            window, sink = LAYOUT.layers[layer].sight
             for i, got in enumerate(seen(cache, part, layer)):
-                want = listed.sees(first + part.first + i)
-                assert got == (want if window is None else want[-window:])
+                want = listed.sees(first + part.first + i)  # by position
+                if window is not None:
+                    want = [mark for p, mark in enumerate(want) if p < sink or p >= len(want) - window]
+                assert got == want
         for i in range(part.first, part.stop):
             depth = len(listed.path(first + i)) - 1
             assert int(place.positions[i]) == len(listed.committed[part.sequence]) + depth
@@ -162,10 +173,9 @@ def test_long_chains_have_no_mask() -> None:
     assert place.positions.tolist() == list(range(n, 2 * n))
 
 
-@pytest.mark.parametrize("layer", [{"sink": 4, "window": 8}, {"bits": 4}])
-def test_a_dense_cache_refuses_what_it_would_ignore(layer: dict[str, int]) -> None:
-    layout = Layout((LayerKV(0, 1, **layer),), 4)
-    with pytest.raises(ValueError, match="a dense cache keeps neither"):
+def test_a_dense_cache_refuses_what_it_would_ignore() -> None:
+    layout = Layout((LayerKV(0, 1, bits=4),), 4)
+    with pytest.raises(ValueError, match="layer 0 has bits=4, and a dense cache keeps rows as they are computed"):
         DenseCache(layout, sequences=1, capacity=8, dtype=torch.float32, device="cpu")
 
 

@@ -34,9 +34,12 @@ def test_rows_go_where_they_are_put_and_move(bits: int, rng: torch.Generator) ->
         assert ((got - one).abs() <= one.abs().amax(-1, keepdim=True) / (2 * 7)).all()
     store.move(torch.tensor([0, 3, 4]), torch.tensor([1, 0, 3]))  # onto one another
     assert torch.equal(store.get(slice(0, 4))[0][:, [1, 0, 3]], want[0][:, [1, 2, 4]])
-    store.grow(20)
-    assert store.slots == 20
-    assert torch.equal(store.get(at[:1])[1], want[1][:, :1])
+    for slots in (20, 8):
+        store.resize(slots)
+        assert store.slots == slots
+        assert torch.equal(store.get(at[:1])[1], want[1][:, :1])
+        assert store.codes.untyped_storage().nbytes() == store.codes.nbytes
+    at = at[at < 8]
     store.clear(at)
     assert not any(x.any() for x in store.get(at))
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from decodelab.attention.cache import Cache, DenseCache, Part
-from decodelab.attention.layout import LayerKV, Layout
 from decodelab.attention.paged import SPARE, PagedCache
 from decodelab.attention.rows import Rows, chains
 from decodelab.decoding.model.decoder import Decoder
@@ -182,12 +181,6 @@ def test_what_a_request_left_never_reaches_the_next() -> None:
     part = fill(2, 1.0)
     for layer in LAYERS:
         assert all(kv.isfinite().all() for kv in cache.view(layer, part))
-
-
-@pytest.mark.parametrize("layer", [{"sink": 4, "window": 8}, {"bits": 4}])
-def test_it_refuses_what_it_would_ignore(layer: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="a paged cache keeps neither"):
-        PagedCache(Layout((LayerKV(0, 1, **layer),), 4), size=4, dtype=torch.float32, device="cpu")
 
 
 def test_it_is_a_cache() -> None:

@@ -1,0 +1,239 @@
+"""A cache in which every layer keeps what it will see again, in the bits of its entry."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..kernels.verify_attention import BLOCK, padded_keys
+from .cache import Part, Placement, place, rounded
+from .kept import KeptRows, Slots
+from .layout import LayerKV, Layout, Sight
+from .rows import Rows, segments
+
+_STAGING = 64  # rows: staging grows in steps of it, and shrinks to it once a prompt is committed
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Of one sequence in one forward: the slots that its rows look at, and those that they are written to."""
+
+    at: Slots
+    own: Slots
+
+
+class LayeredCache:
+    """For layouts with windows, sinks or low bits; `dtype`: of what is computed, which 16 bits stand for.
+
+    `capacity`, the rows that a sequence may have, is rounded up as a DenseCache's. A layer that may see all of them has
+    so many slots a sequence, and rows are staged behind the committed ones. A layer with W + S slots (window, sinks)
+    fewer than that has just those: the first S rows and a ring of the last W. All sequences stage in slots behind them,
+    one a staged row: as many as were staged at once, in steps of 64, and no longer as many as a prompt took. So
+    `nbytes` is `Layout.sequence_bytes(capacity)` a sequence, and `staging_bytes` comes on top.
+
+    A view of a ring has its keys in order of position and begins where a block of the CPU's sums does, after a block of
+    sinks: as in a DenseCache, a row's sums are the same wherever the committed rows end.
+    """
+
+    def __init__(
+        self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.layout, self.capacity, self.device = layout, rounded(capacity), torch.device(device)
+        self._dtype, self._sequences = dtype, sequences
+        self._sights = dict.fromkeys(layer.sight for layer in layout.layers)
+        self._kept = {
+            owner: KeptRows(
+                sequences * one.held(self.capacity), one.kv_heads, layout.head_dim, one.bits, dtype, self.device
+            )
+            for owner, one in self._owners
+        }
+        self._free = list(range(sequences))[::-1]
+        self._stale: set[int] = set()  # free, and holding what another request left
+        self._length: dict[int, int] = {}
+        self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in order
+        self._parents: list[int] = []  # of all staged rows
+        self._staging, self._prompted = 0, False  # rows that there is room for; whether long chains are among them
+        self._looks: dict[tuple[int, Sight], _Look] = {}  # as of the sequence's last forward
+
+    @property
+    def _owners(self) -> list[tuple[int, LayerKV]]:
+        return [(owner, self.layout.layers[owner]) for owner in self.layout.owners]
+
+    def open(self) -> int:
+        if not self._free:
+            raise ValueError(f"all {len(self._length)} sequences of the cache are in use; free one first")
+        sequence = self._free.pop()
+        if sequence in self._stale:
+            self._stale.remove(sequence)
+            for owner, one in self._owners:
+                held = one.held(self.capacity)
+                self._kept[owner].clear(slice(sequence * held, (sequence + 1) * held))
+        self._length[sequence], self._staged_of[sequence] = 0, []
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        if self._staged_of[sequence]:
+            raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is freed")
+        del self._length[sequence], self._staged_of[sequence]
+        self._free.append(sequence)
+        self._stale.add(sequence)
+
+    def length(self, sequence: int) -> int:
+        """Committed rows."""
+        return self._length[sequence]
+
+    def room(self, sequence: int) -> int:
+        """Rows that may still be staged."""
+        return self.capacity - self._length[sequence] - len(self._staged_of[sequence])
+
+    @property
+    def staged(self) -> int:
+        """Rows staged since the last commit, over all sequences."""
+        return len(self._parents)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._kept[owner].slot_bytes * self._committed(one.sight) for owner, one in self._owners)
+
+    @property
+    def staging_bytes(self) -> int:
+        """What staged rows take on top, where they do not lie behind the committed ones."""
+        return sum(kept.nbytes for kept in self._kept.values()) - self.nbytes
+
+    @property
+    def formula_bytes(self) -> int:
+        return self._sequences * self.layout.sequence_bytes(self.capacity, self._dtype.itemsize)
+
+    def stage(self, rows: Rows) -> Placement:
+        if rows.first != self.staged:
+            raise ValueError(f"rows are numbered from {rows.first}, but {self.staged} rows are staged")
+        runs = segments(rows.sequence)
+        for sequence, a, b in runs:  # all or nothing: check before anything is recorded
+            if b - a > self.room(sequence):
+                raise ValueError(
+                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for "
+                    f"{self.room(sequence)} of {self.capacity}; open it with prompt + max_new_tokens + the draft's rows"
+                )
+        self._parents += rows.parents.tolist()
+        if self.staged > self._staging:
+            self._resize(-(-self.staged // _STAGING) * _STAGING)
+        parts, positions = [], np.empty(len(rows), dtype=np.int64)
+        for sequence, a, b in runs:
+            mine, committed = self._staged_of[sequence], self._length[sequence]
+            mine += range(rows.first + a, rows.first + b)
+
+            def shown(sight: Sight, committed: int = committed) -> np.ndarray:
+                return self._shown(sight, committed, whole_blocks=True)
+
+            part, at = place(rows, sequence, a, b, committed, mine, self._parents, self._sights, self.device, shown)
+            for sight in self._sights:
+                self._looks[sequence, sight] = self._look(sight, part, committed, mine)
+            parts.append(part)
+            positions[a:b] = at
+            self._prompted |= part.causal
+        return Placement(torch.from_numpy(positions).to(self.device), tuple(parts))
+
+    def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
+        """k and v of the part's own rows, keys already rotated to their positions."""
+        self._kept[layer].put(self._looks[part.sequence, self.layout.layers[layer].sight].own, k, v)
+
+    def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
+        """What the layer's rows look at, as its owner keeps it."""
+        one = self.layout.layers[layer]
+        return self._kept[one.owner].get(self._looks[part.sequence, one.sight].at)
+
+    def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
+        for sight in self._sights:
+            moves = [self._moves(sight, sequence, kept) for sequence, kept in keep.items()]
+            source, to = (list(chain(*(move[i] for move in moves))) for i in (0, 1))
+            if source != to:
+                at = self._tensor(source), self._tensor(to)
+                for owner, one in self._owners:
+                    if one.sight == sight:
+                        self._kept[owner].move(*at)
+        for sequence, kept in keep.items():
+            self._length[sequence] += len(kept)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget every staged row."""
+        self._parents.clear()
+        for mine in self._staged_of.values():
+            mine.clear()
+        if self._prompted:
+            self._resize(_STAGING)
+            self._prompted = False
+
+    def _held(self, sight: Sight) -> int:
+        """Slots of a sequence."""
+        window, sink = sight
+        return self.capacity if window is None else min(self.capacity, window + sink)
+
+    def _committed(self, sight: Sight) -> int:
+        """Slots of all sequences: those behind them are for staged rows."""
+        return self._sequences * self._held(sight)
+
+    def _is_ring(self, sight: Sight) -> bool:
+        return self._held(sight) < self.capacity
+
+    def _resize(self, staging: int) -> None:
+        for owner, one in self._owners:
+            if self._is_ring(one.sight):
+                self._kept[owner].resize(self._committed(one.sight) + staging)
+        self._staging = staging
+
+    def _slots(self, sight: Sight, sequence: int, positions: np.ndarray) -> np.ndarray:
+        """Where a sequence's committed rows lie; for a position of −1, where one of its own does."""
+        window, sink = sight
+        if self._is_ring(sight):
+            assert window is not None
+            positions = np.where(positions < sink, positions.clip(0), sink + (positions - sink) % window)
+        return sequence * self._held(sight) + positions
+
+    def _shown(self, sight: Sight, committed: int, whole_blocks: bool) -> np.ndarray:
+        """The positions of the committed rows that a view begins with; −1: none, `whole_blocks` are filled with it."""
+        window, sink = sight
+        if not self._is_ring(sight):
+            return np.arange(committed)
+        assert window is not None
+        first = np.arange(min(sink, committed))
+        since = min(max(sink, committed - window + 1), committed)  # the last row but W − 1 is seen by nobody
+        last = np.arange(since, committed)
+        if not whole_blocks:
+            return np.concatenate([first, last])
+        gaps = -(-sink // BLOCK) * BLOCK - len(first), since % BLOCK
+        return np.concatenate([first, np.full(sum(gaps), -1), last])
+
+    def _look(self, sight: Sight, part: Part, committed: int, mine: Sequence[int]) -> _Look:
+        count = part.stop - part.first
+        if not self._is_ring(sight):
+            start = part.sequence * self.capacity
+            return _Look(slice(start, start + part.keys), slice(start + part.slot, start + part.slot + count))
+        before = self._shown(sight, committed, whole_blocks=not part.causal)
+        at = [*self._slots(sight, part.sequence, before), *(self._committed(sight) + n for n in mine)]
+        if not part.causal:  # what is blocked is multiplied by 0, which a NaN survives: any row of its own will do
+            at += [at[-1]] * (padded_keys(len(at)) - len(at))
+        found = self._tensor(at)
+        end = len(before) + len(mine)
+        return _Look(found, found[end - count : end])
+
+    def _moves(self, sight: Sight, sequence: int, kept: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(slots of the kept rows that the layers will see again, where those go)."""
+        start, window, sink = self._length[sequence], *sight
+        positions = np.arange(start, start + len(kept))
+        if self._is_ring(sight):
+            assert window is not None
+            source = self._committed(sight) + np.array(kept, dtype=np.int64)
+            lasting = (positions < sink) | (positions >= start + len(kept) - window)
+            source, positions = source[lasting], positions[lasting]
+        else:
+            local = {number: i for i, number in enumerate(self._staged_of[sequence])}
+            source = self._slots(sight, sequence, start + np.array([local[n] for n in kept], dtype=np.int64))
+        return source.tolist(), self._slots(sight, sequence, positions).tolist()
+
+    def _tensor(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)
