@@ -262,8 +262,8 @@ class Distillation:
         self._distance, self._target, self._hidden = distance, target, hidden
         self.student = student
         self._layers = range(1, target.config.layers + 1) if hidden else range(0)
-        self._teacher = Teacher(target, ("final",))
-        self._teacher_of_layers = Teacher(target, ("final", *self._layers))
+        last: tuple[Tap, ...] = ("final",)
+        self._teacher, self._teacher_of_layers = Teacher(target, last), Teacher(target, (*last, *self._layers))
         self._unembedding = target.unembedding.dense()
         self._vocab = min(target.config.vocab, student.config.vocab_size)  # the rest of the larger one is padding
 

@@ -1,7 +1,6 @@
 """What a student came to, as a thing to use in its teacher's place: how large it is, how fast, and how good."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def product(config: RunConfig, source: Source, teacher: Decoder, folder: Path) -
         return 0
     reference, mine = folder / "teacher", folder / "student"
     own = {"_target_": f"{Native.__module__}.{Native.__qualname__}"}
-    resolved: Mapping[str, Any] = {**config.resolved, "attention": own}
+    resolved: dict[str, Any] = {**config.resolved, "attention": own}
     plain = replace(
         config, against=None, output=str(reference), tracking=Untracked(), attention=Native(), resolved=resolved
     )

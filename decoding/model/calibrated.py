@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...attention.cache import DenseCache
 from ...attention.rows import Rows, chains
+from ...errors import UserError
 from ...quantization.codes import Codes
 from .config import ModelConfig
 from .decoder import Block, angles
@@ -92,6 +93,11 @@ class CalibratedBlock:
             passage.hidden = self._run(passage)
 
     def _run(self, passage: Passage) -> Tensor:
+        if (owner := self.config.layout.layers[self.layer].owner) != self.layer:
+            raise UserError(
+                f"layer {self.layer} reads the keys and values of layer {owner}, and blocks are calibrated one by one: "
+                "choose a method without calibration, such as quantization=rtn"
+            )
         lengths = torch.bincount(passage.rows.sequence).tolist()
         cache = DenseCache(
             self.config.layout,

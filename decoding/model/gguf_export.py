@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...quantization.formats.gguf import blocks_of, kind_of
-from .config import ModelConfig
+from .config import LAYOUT, ModelConfig
 from .gguf import (
     ARCHITECTURES,
     ROPE_FREQS,
@@ -47,6 +47,8 @@ def check_gguf(source: Source) -> None:
             f"format=gguf holds the architectures {', '.join(ARCHITECTURES)}, and {source.label} is "
             f"{source.config.model_type}: write it with another format"
         )
+    if getattr(source.config, LAYOUT, None) is not None:
+        raise UserError(f"format=gguf has no words for the {LAYOUT} of {source.label}: write it with another format")
     if source.file is None:
         _tokens(source, source.config.vocab_size)
 

@@ -113,3 +113,21 @@ def test_a_row_without_text_is_named(bench: Any, capsys: pytest.CaptureFixture[s
 def test_untrained_weights_run_with_a_warning(attention: str, told: bool, bench: Any):
     assert bench.run(f"attention={attention}", "timing=untimed", "task.limit=2") == 0
     assert any("train=kv trains them" in warning for warning in bench.result["warnings"]) == told
+
+
+def test_shared_caches_are_not_calibrated_block_by_block(bench: Any, capsys: pytest.CaptureFixture[str]):
+    """A block whose keys stand in another block's cache would read an empty one; nor does GGUF know of them."""
+    assert main(words(bench, "out", "attention=cross_layer", "train.schedule.epochs=1")) == 0
+    quantize = ["quantize", f"model.path={bench.root / 'out'}", "quantization.group_size=8", "device=cpu", "threads=1"]
+    read = [
+        f"quantization.calibration.path={bench.root / 'texts.jsonl'}",
+        "quantization.calibration.length=16",
+        "quantization.calibration.tokens=64",
+    ]
+    assert main([*quantize, "quantization=gptq", *read, f"output={bench.root / 'q'}"]) == 2
+    assert "layer 1 reads the keys and values of layer 0, and blocks are calibrated one by" in capsys.readouterr().err
+    assert main([*quantize, "quantization=rtn", f"output={bench.root / 'rtn'}"]) == 0
+    assert bench.run(f"model.path={bench.root / 'rtn'}", "timing=untimed", "task.limit=2") == 0
+    made = [f"model.path={bench.root / 'out'}", "quantization=gguf", "quantization.type=Q8_0", "format=gguf"]
+    assert main(["quantize", *made, "device=cpu", f"output={bench.root / 'g'}"]) == 2
+    assert "format=gguf has no words for the decodelab_layout of out" in capsys.readouterr().err
