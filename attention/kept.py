@@ -71,10 +71,10 @@ class KeptRows:
 
     def resize(self, slots: int) -> None:
         """To so many slots; those that stay keep what they hold."""
-        if slots != self.slots:
-            self.codes = F.pad(self.codes, (0, 0, 0, slots - self.slots))
+        if more := slots - self.slots:
+            self.codes = F.pad(self.codes, (0, 0, 0, more))
             if self.scales is not None:
-                self.scales = F.pad(self.scales, (0, slots - self.slots))
+                self.scales = F.pad(self.scales, (0, more))
 
 
 def quantise(rows: Float[Tensor, "*B D"], bits: int) -> tuple[Integer[Tensor, "*B Dk"], Float16[Tensor, "*B"]]:

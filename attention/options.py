@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from ..errors import UserError
-from .conversion import impossible
 from .layout import LayerKV, Layout, Pool, Pooling
 
 _FIELDS: Mapping[str, str] = {"window": "window", "sinks": "sink", "kv_heads": "kv_heads", "bits": "bits"}  # of LayerKV
@@ -185,18 +184,6 @@ class Table:
                     )
             found[i] = replace(whose, owner=owner)
         return _checked(found, native, heads, Pooling(self.pool, self.share_pool))
-
-
-def missing(layout: Layout, native: Layout) -> str | None:
-    """What this version lacks to decode with `layout` a model whose own is `native`; None: nothing."""
-    if (reason := impossible(layout, native)) is not None:
-        return reason
-    for i, wanted in enumerate(layout.layers):
-        if wanted.bits != 16:
-            return f"layer {i} would keep {wanted.bits} bits, and there is no such cache yet: bits=16 is as computed"
-        if wanted.sink:
-            return f"layer {i} would keep {wanted.sink} sinks, and there is no such cache yet: sinks=0 is a window"
-    return None
 
 
 def _shared(layers: Sequence[LayerKV], shares: Sequence[int | None]) -> list[LayerKV]:

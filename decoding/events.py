@@ -35,8 +35,9 @@ class Step:
 
     `ranks[i]`: the place of accepted token i among its siblings. `offered[i]`: how many candidates there were for
     emitted token i (0 for the target's own behind a leaf); both are empty where nothing was drafted. `drafted_by`: how
-    many candidates each of the drafter's sources offered, those that others offered too among them. `kv_blocks`: of a
-    paged cache, in use by all of its sequences.
+    many candidates each of the drafter's sources offered, those that others offered too among them. `kv_bytes`: of the
+    cache's committed part, `kv_formula`: the same by the layout's arithmetic; `kv_blocks`: of a paged cache, in use by
+    all of its sequences.
     """
 
     request: int
@@ -50,7 +51,7 @@ class Step:
     sources: tuple[str, ...]
     also_proposed: tuple[tuple[str, ...], ...]
     kv_bytes: int = 0
-    kv_slots: int = 0
+    kv_formula: int = 0
     kv_blocks: int | None = None
     at_s: float = 0.0
     draft_s: float = 0.0

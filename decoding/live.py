@@ -113,7 +113,7 @@ class Live:
             sources=tuple(sources[draft.source[row]] for row in kept.path),
             also_proposed=tuple(_rivals(draft, row, sources) for row in kept.path),
             kv_bytes=cache.nbytes,
-            kv_slots=cache.slots,
+            kv_formula=cache.formula_bytes,
             kv_blocks=cache.pages.used if isinstance(cache, PagedCache) else None,
             ranks=tuple(siblings[draft.parents[row]].index(row) for row in kept.path),
             offered=offered if len(draft) else (),

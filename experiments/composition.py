@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..attention.conversion import converts, lossless
+from ..attention.conversion import converts, impossible, lossless
 from ..attention.layout import Layout
-from ..attention.options import Native, missing
+from ..attention.options import Native
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.law import LawSettings
@@ -74,7 +74,7 @@ def layout_of(config: RunConfig, target: Source) -> Layout | None:
     layout = config.attention.layout(model.layout, model.heads)
     if layout == model.layout:
         return None
-    if (reason := missing(layout, model.layout)) is not None:
+    if (reason := impossible(layout, model.layout)) is not None:
         raise UserError(f"attention: {reason}; decodelab plan does its arithmetic")
     if converts(layout, model.layout):
         check_convertible(target)

@@ -163,12 +163,12 @@ def _memory(target: Decoder | None, steps: Sequence[Step], peak_bytes: int | Non
         names = ("weights_bytes", "kv_bytes", "kv_bytes_formula", "kv_bytes_per_token")
         return {**dict.fromkeys(names), "peak_bytes": peak_bytes}
     per_token = target.config.layout.bytes_per_token(target.dtype.itemsize)
-    kv_bytes, slots = max(((step.kv_bytes, step.kv_slots) for step in steps), default=(None, None))
+    kv_bytes, formula = max(((step.kv_bytes, step.kv_formula) for step in steps), default=(None, None))
     shared = getattr(target.unembedding, "weight", None) is target.embedding
     return {
         "weights_bytes": target.weight_bytes + (0 if shared else target.embedding.nbytes),
         "kv_bytes": kv_bytes,
-        "kv_bytes_formula": None if slots is None else per_token * slots,
+        "kv_bytes_formula": formula,
         "kv_bytes_per_token": per_token,
         "peak_bytes": peak_bytes,
     }
@@ -291,7 +291,7 @@ def write_run(
 def write_replay(folder: Path, result: Mapping[str, Any], samples: Sequence[Sample]) -> None:
     """`events.jsonl` and `result.json`: prompts and answers are where they were read. Steps are without a cache and
     without seconds but those of drafting."""
-    unknown = {"at_s", "verify_s", "accept_s", "commit_s", "other_s", "kv_bytes", "kv_slots", "kv_blocks"}
+    unknown = {"at_s", "verify_s", "accept_s", "commit_s", "other_s", "kv_bytes", "kv_formula", "kv_blocks"}
     known = ({key: value for key, value in row.items() if key not in unknown} for row in _events(samples))
     write_lines(folder / "events.jsonl", known)
     write_result(folder, result)

@@ -38,6 +38,7 @@ def test_rows_go_where_they_are_put_and_move(bits: int, rng: torch.Generator) ->
         store.resize(slots)
         assert store.slots == slots
         assert torch.equal(store.get(at[:1])[1], want[1][:, :1])
+        assert store.nbytes == slots * store.slot_bytes
         assert store.codes.untyped_storage().nbytes() == store.codes.nbytes
     at = at[at < 8]
     store.clear(at)

@@ -20,7 +20,6 @@ from decodelab.attention.options import (
     SinkWindow,
     Table,
     Window,
-    missing,
 )
 from decodelab.errors import UserError
 
@@ -179,23 +178,3 @@ def test_bytes_are_those_of_real_tensors(settings, dtype):
     cache = DenseCache(layout, sequences=3, capacity=128, dtype=dtype, device="cpu")
     assert cache.nbytes == 3 * layout.sequence_bytes(cache.capacity, dtype.itemsize)
     assert cache.nbytes == layout.bytes_per_token(dtype.itemsize) * cache.slots
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (Native(), None),
-        (Window(8), None),
-        (Hybrid(8), None),
-        (Table("2*(window=4) full"), None),
-        (GQA(4), None),  # what it has
-        (MQA(), None),
-        (Table("2*full 1*(kv_heads=8)"), None),
-        (CrossLayer(2), None),
-        (SinkWindow(8, 2), "layer 0 would keep 2 sinks, and there is no such cache yet"),
-        (Table("3*full bits=8 2*full"), "layer 3 would keep 8 bits, and there is no such cache yet"),
-    ],
-)
-def test_what_this_version_cannot_carry_out(settings, message):
-    found = missing(settings.layout(NATIVE, HEADS), NATIVE)
-    assert found is None if message is None else (found or "").startswith(message)

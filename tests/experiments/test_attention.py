@@ -31,24 +31,12 @@ def test_check_draws_the_layers(words, capsys):
     assert told.splitlines()[-1] == "runs"
 
 
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        (["attention=kv_int8"], "layer 0 would keep 8 bits, and there is no such cache yet"),
-        (["attention=sink_window"], "layer 0 would keep 4 sinks, and there is no such cache yet"),
-        (["attention=layout", RECIPE], "layer 0 would keep 8 bits, and there is no such cache yet"),
-        (
-            ["attention=gqa", "attention.kv_heads=3"],
-            "layer 0: 4 attention heads cannot share 3 KV heads; 1, 2, 4 can be",
-        ),
-    ],
-)
-def test_what_cannot_be_carried_out_is_refused(attention, message, words, capsys, monkeypatch):
+def test_what_cannot_be_carried_out_is_refused(words, capsys, monkeypatch):
     monkeypatch.setattr(Decoder, "__init__", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     for job in ("check", "run"):
-        assert main([job, *words, *attention]) == 2
+        assert main([job, *words, "attention=gqa", "attention.kv_heads=3"]) == 2
         told = capsys.readouterr()
-        assert message in told.out + told.err
+        assert "layer 0: 4 attention heads cannot share 3 KV heads; 1, 2, 4 can be" in told.out + told.err
 
 
 @pytest.mark.parametrize(
@@ -66,18 +54,37 @@ def test_what_knows_no_other_attention_says_so(command, message, words, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_windows_are_decoded_and_are_another_run(words, bench):
-    """The prompt is longer than the window: other tokens than without it, by the loop and by the plain decoder."""
-    found = []
-    for name, attention in (("own", []), ("windows", ["attention=window", "attention.size=4"])):
+def test_every_layout_is_decoded_and_is_another_run(words, bench):
+    """The prompt is longer than the windows: the loop's tokens are the plain decoder's, and bytes are the formula's."""
+    layouts = {
+        "own": [],
+        "window": ["attention=window", "attention.size=4"],
+        "sinks": ["attention=sink_window", "attention.size=4", "attention.sinks=1"],
+        "hybrid": ["attention=hybrid", "attention.size=4", "attention.pattern=wf"],
+        "int8": ["attention=kv_int8"],
+        "int4": ["attention=kv_int4"],
+        "recipe": ["attention=layout", RECIPE],
+    }
+    keys, tokens, held = set(), {}, {}
+    for name, attention in layouts.items():
         assert main(["run", *words, *attention, f"output={name}"]) == 0
         result = json.loads((bench.root / name / "result.json").read_text())
         assert result["exactness"]["verdict"] in ("exact", "near-tie")
         assert result["memory"]["kv_bytes"] == result["memory"]["kv_bytes_formula"]
+        keys.add(result["key"])
+        held[name] = result["memory"]["kv_bytes"]
         sample = json.loads((bench.root / name / "samples.jsonl").read_text().splitlines()[0])
-        found.append((result["key"], tuple(sample["strategy"]["tokens"])))
-    assert found[0][0] != found[1][0]
-    assert found[0][1] != found[1][1]
+        tokens[name] = sample["strategy"]["tokens"]
+    assert len(keys) == len(layouts)
+    assert tokens["window"] != tokens["own"]
+    layer = held["own"] // 2  # 64 slots of 2 × 2 heads × 8 × 4 bytes
+    assert layer == 64 * 128
+    assert held["window"] == 2 * 4 * 128
+    assert held["sinks"] == 2 * 5 * 128
+    assert held["hybrid"] == 4 * 128 + layer
+    assert held["int8"] == 2 * 64 * 4 * (8 + 2)
+    assert held["int4"] == 2 * 64 * 4 * (4 + 2)
+    assert held["recipe"] == (8 + 64) * 2 * (8 + 2)
 
 
 def test_a_warm_target_is_of_one_layout(checkpoint):

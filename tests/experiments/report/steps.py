@@ -24,7 +24,7 @@ def step(
     """A chain of `depth` tokens, of which `accepted` are kept; seconds of its phases."""
     made = Step(
         request=0, step=0, batch=1, drafted=depth, verified=1 + depth, depth=depth, accepted=accepted,
-        emitted=accepted + 1, sources=("made up",) * accepted, also_proposed=((),) * accepted, kv_bytes=0, kv_slots=0,
+        emitted=accepted + 1, sources=("made up",) * accepted, also_proposed=((),) * accepted, kv_bytes=0, kv_formula=0,
         draft_s=draft, verify_s=verify, commit_s=loop,
     )  # fmt: skip
     return replace(made, **more)
