@@ -24,13 +24,14 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64, 64, 512),
     "gfx90a": ("hip", "gfx90a", 64, 64, 512),
 }
-OPS = ("verify_attention", "rms_norm", "rope", "swiglu", "accept", "commit")
+OPS = ("verify_attention", "linear", "matmul_w4", "matmul_w8", "rms_norm", "rope", "swiglu", "accept", "commit")
 
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
     """A kernel with the types of its arguments (as triton writes them; `:16` is a number divisible by 16; None: no
-    tensor) and its constants. `registers`: the most that a thread of it may take."""
+    tensor) and its constants. `registers`: the most that a thread of it may take (255: all that the
+    target has)."""
 
     name: str
     kernel: Any
@@ -67,7 +68,7 @@ def _compiled(op: str, specimen: Specimen, target: str) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    backend, arch, warp, _, _ = TARGETS[target]
+    backend, arch, warp, _, most = TARGETS[target]
     names = specimen.kernel.arg_names
     none = {name: None for name, kind in specimen.types.items() if kind is None}
     constants = {**specimen.constants, **none}
@@ -84,7 +85,8 @@ def _compiled(op: str, specimen: Specimen, target: str) -> Compiled:
         options["num_stages"] = min(2, specimen.num_stages)
     kernel = triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
     registers, spilled = _of_nvidia(kernel.asm["cubin"]) if backend == "cuda" else _of_amd(kernel.asm["amdgcn"])
-    return Compiled(op, specimen.name, target, registers, kernel.metadata.shared, spilled, specimen.registers)
+    allowed = specimen.registers if specimen.registers < 255 else most
+    return Compiled(op, specimen.name, target, registers, kernel.metadata.shared, spilled, allowed)
 
 
 def _of_nvidia(cubin: bytes) -> tuple[int, int]:
@@ -109,13 +111,14 @@ def _of_amd(assembly: str) -> tuple[int, int]:
 
 def table(rows: list[Compiled]) -> str:
     """Markdown: a line a kernel, `registers / KiB of shared memory` a target, and what is spilled if anything is."""
-    lines = ["| kernel | " + " | ".join(TARGETS) + " |", "| --- |" + " --- |" * len(TARGETS)]
+    targets = list(dict.fromkeys(row.target for row in rows))
+    lines = ["| kernel | " + " | ".join(targets) + " |", "| --- |" + " --- |" * len(targets)]
     by_name: dict[tuple[str, str], dict[str, Compiled]] = {}
     for row in rows:
         by_name.setdefault((row.op, row.name), {})[row.target] = row
     for (op, name), found in by_name.items():
         cells = []
-        for target in TARGETS:
+        for target in targets:
             row = found[target]
             spilled = f", spills {row.spilled} B" if row.spilled else ""
             cells.append(f"{row.registers} / {row.shared / 1024:.3g}{spilled}")
@@ -123,13 +126,28 @@ def table(rows: list[Compiled]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def broken(row: Compiled) -> str | None:
+    """What is wrong with it: it spills, or takes more than the target has or its specimen allows."""
+    _, _, _, shared, _ = TARGETS[row.target]
+    if row.spilled:
+        return f"{row.op} {row.name} on {row.target} spills {row.spilled} B a thread"
+    if row.shared > shared * 1024:
+        return f"{row.op} {row.name} on {row.target} takes {row.shared} B of shared memory, but there are {shared} KiB"
+    if row.registers > row.allowed:
+        return f"{row.op} {row.name} on {row.target} takes {row.registers} registers, but {row.allowed} are allowed"
+    return None
+
+
 def main() -> None:
-    """`--json`: one JSON list instead of the table; other words name ops."""
+    """`--json`: one JSON list instead of the table; other words name ops and targets. Fails where a kernel is `broken`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("kernels are interpreted here and not compiled: unset TRITON_INTERPRET")
     words = sys.argv[1:]
-    rows = list(compiled(ops=tuple(word for word in words if word != "--json") or OPS))
+    targets = tuple(word for word in words if word in TARGETS) or tuple(TARGETS)
+    rows = list(compiled(targets, tuple(word for word in words if word in OPS) or OPS))
     sys.stdout.write(json.dumps([asdict(row) for row in rows]) if "--json" in words else table(rows))
+    if wrong := [said for row in rows if (said := broken(row))]:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ..dispatch import operand
 from .keys import Keys, Looks
 
 _LOG2E = 1.4426950408889634
+_STAGES = 3
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -223,7 +224,7 @@ def verify(
     chunk = chunk_of(looks.max_keys)
     parts = max(1, triton.cdiv(looks.max_keys, chunk))
     least = max(16, triton.next_power_of_2(Hq // Hkv))
-    block_m = least if row_invariant else max(least, min(64, triton.next_power_of_2(looks.max_rows * (Hq // Hkv))))
+    block_m = least if row_invariant else max(least, min(32, triton.next_power_of_2(looks.max_rows * (Hq // Hkv))))
     tiles = max(1, triton.cdiv(looks.max_rows, block_m // (Hq // Hkv)))
     block_d = max(16, triton.next_power_of_2(D))
     out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
@@ -245,10 +246,10 @@ def verify(
             DOT=_DTYPES[operand(q.dtype)],
             PRECISION="ieee",
             BLOCK_M=block_m,
-            BLOCK_N=_keys_at_once(block_d, q.dtype, bits),
+            BLOCK_N=_keys_at_once(block_d, q.dtype),
             BLOCK_D=block_d,
             num_warps=_warps(block_m),
-            num_stages=2,
+            num_stages=_STAGES,
             enable_fp_fusion=True,
         )
         if parts > 1:
@@ -256,13 +257,13 @@ def verify(
     return out.view(T, Hq * D)
 
 
-def _keys_at_once(block_d: int, dtype: torch.dtype, bits: int) -> int:
-    """As many as keep two stages of keys and values within 64 KiB; fewer where codes are unpacked in registers."""
-    return max(16, min(64, (16384 if bits == 16 else 8192) // (block_d * dtype.itemsize)))
+def _keys_at_once(block_d: int, dtype: torch.dtype) -> int:
+    """As many as registers hold without spilling, and three stages of keys and values within 64 KiB."""
+    return max(16, min(64, 8192 // (block_d * dtype.itemsize)))
 
 
 def _warps(block_m: int) -> int:
-    return 4 if block_m <= 32 else 8
+    return 4 if block_m <= 16 else 8
 
 
 def specimens() -> list[Specimen]:
@@ -270,9 +271,9 @@ def specimens() -> list[Specimen]:
     found = []
     for name, bits, group, D, block_m, windowed, paged in (
         ("row, 16 bits, dense", 16, 4, 128, 16, False, False),
-        ("tree, 16 bits, paged, window", 16, 7, 128, 64, True, True),
+        ("tree, 16 bits, paged, window", 16, 7, 128, 32, True, True),
         ("row, 8 bits, paged", 8, 4, 128, 16, True, True),
-        ("tree, 4 bits, paged", 4, 4, 128, 64, False, True),
+        ("tree, 4 bits, paged", 4, 4, 128, 32, False, True),
     ):
         stored = {16: "*bf16", 8: "*i8", 4: "*u8"}[bits]
         scales = "*fp16" if bits < 16 else None
@@ -287,9 +288,9 @@ def specimens() -> list[Specimen]:
         types |= dict.fromkeys(("block_size", "chunk"), "i32:16")
         constants = {
             "GROUP": group, "D": D, "BITS": bits, "WINDOWED": windowed, "WHOLE": False, "DOT": tl.bfloat16,
-            "PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": _keys_at_once(D, torch.bfloat16, bits), "BLOCK_D": D,
+            "PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": _keys_at_once(D, torch.bfloat16), "BLOCK_D": D,
         }  # fmt: skip
-        found.append(Specimen(name, _chunks, types, constants, num_warps=_warps(block_m), num_stages=2))
+        found.append(Specimen(name, _chunks, types, constants, num_warps=_warps(block_m), num_stages=_STAGES))
     types = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16", "parts": "i32"}
     found.append(Specimen("merged", _merged, types, {"D": 128, "BLOCK_D": 128}, num_warps=1))
     return found
