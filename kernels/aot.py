@@ -128,18 +128,18 @@ def table(rows: list[Compiled]) -> str:
 
 def broken(row: Compiled) -> str | None:
     """What is wrong with it: it spills, or takes more than the target has or its specimen allows."""
-    _, _, _, shared, _ = TARGETS[row.target]
+    named, (_, _, _, shared, _) = f"{row.op} {row.name} on {row.target}", TARGETS[row.target]
     if row.spilled:
-        return f"{row.op} {row.name} on {row.target} spills {row.spilled} B a thread"
+        return f"{named} spills {row.spilled} B a thread"
     if row.shared > shared * 1024:
-        return f"{row.op} {row.name} on {row.target} takes {row.shared} B of shared memory, but there are {shared} KiB"
+        return f"{named} takes {row.shared} B of shared memory, but there are {shared} KiB"
     if row.registers > row.allowed:
-        return f"{row.op} {row.name} on {row.target} takes {row.registers} registers, but {row.allowed} are allowed"
+        return f"{named} takes {row.registers} registers, but {row.allowed} are allowed"
     return None
 
 
 def main() -> None:
-    """`--json`: one JSON list instead of the table; other words name ops and targets. Fails where a kernel is `broken`."""
+    """`--json`: a JSON list, not the table; other words name ops and targets. Fails where a kernel is `broken`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("kernels are interpreted here and not compiled: unset TRITON_INTERPRET")
     words = sys.argv[1:]

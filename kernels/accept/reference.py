@@ -1,5 +1,7 @@
 """The definition: what each row says comes next, and the path from the root that says the same."""
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,7 +26,7 @@ def accept_reference(
     best = (noisy == noisy.amax(1, keepdim=True)).int().argmax(1).tolist()  # of equal ones the first
     paths, following, counts = [], [], []
     bounds, of, behind = starts.tolist(), tokens.tolist(), parents.tolist()
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         path = [0]
         for i in range(1, last - first):
             if behind[first + i] == path[-1] and of[first + i] == best[first + path[-1]]:

@@ -30,7 +30,7 @@ def _moved(
     entry = table_ptr + tl.program_id(0) * 6
     sequence = tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    if UNIT == 2:
+    if UNIT == 2:  # noqa: SIM108 - of two types
         start = tl.load(entry).to(tl.pointer_type(tl.int16))
     else:
         start = tl.load(entry).to(tl.pointer_type(tl.int8))

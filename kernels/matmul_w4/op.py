@@ -1,4 +1,4 @@
-"""The products for a GPU: weights of 4, 8 or 16 bits with groups, integer zeros or float shifts, columns in any group."""
+"""The products for a GPU: weights of 4, 8 or 16 bits, groups with zeros or shifts, columns in any group."""
 
 from dataclasses import dataclass
 

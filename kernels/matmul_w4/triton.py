@@ -88,7 +88,7 @@ def _product(
                 weight = weight * scale + tl.load(shift_ptr + at, mask=known, other=0.0).to(tl.float32)
             acc += tl.dot(x, tl.trans(weight.to(DOT)), input_precision="ieee")
     to = (part * T.to(tl.int64) + rows[:, None]) * N + n[None, :]
-    if WHOLE:
+    if WHOLE:  # noqa: SIM102 - both are known when it is compiled
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + to, acc, mask=(m[:, None] < T) & (n[None, :] < N))
@@ -113,7 +113,7 @@ def tiles(T: int, N: int, K: int, bits: int, group: int | None, row_invariant: b
     if group is not None and group >= 16:  # the largest power of two that divides the group: a block has one scale
         block_k = min(block_k, max(32, group & -group))
     block_m = 16 if row_invariant or T <= 16 else 32 if T <= 32 else 64
-    block_n = 32 if N <= 4096 or group is None and bits < 16 else 64
+    block_n = 32 if N <= 4096 or (group is None and bits < 16) else 64
     programs = triton.cdiv(N, block_n) * (1 if row_invariant else triton.cdiv(T, block_m))
     parts = max(1, min(_PROGRAMS // programs, triton.cdiv(K, 4 * block_k), 16))
     return block_m, block_n, block_k, parts

@@ -1,4 +1,4 @@
-"""y = h / √(mean h² + eps) · weight with h = x + residual, and h itself: a residual connection and the norm behind it."""
+"""y = h / √(mean h² + eps) · weight with h = x + residual, and h itself: a residual and the norm behind it."""
 
 import torch
 from jaxtyping import Float

@@ -23,8 +23,7 @@ def verify_attention_batch(
     `window`: a row at position i sees keys at i − window + 1 and later, and the first `sink` ones. `row_invariant`: a
     row has the same bits whatever rows and sequences stand beside it, and wherever its blocks lie.
     """
-    T, W = looks.blocked.shape
-    assert q.shape[0] == T
+    assert len(q) == len(looks.blocked)
     assert q.shape[1] % keys.k.shape[2] == 0
     assert keys.k.shape[3] * (2 if keys.k.dtype == torch.uint8 else 1) == q.shape[2]
     assert keys.tables is None or keys.tables.shape[1] * keys.k.shape[1] >= looks.max_keys

@@ -13,8 +13,8 @@ from decodelab.kernels.swiglu import swiglu, swiglu_reference
 
 pytest.importorskip("triton", reason="kernels are interpreted by triton")
 
-# Root mean square: computed in float32 and rounded once. float64 is torch's own, computed as it is. Triton's interpreter
-# does not round to bfloat16 but cuts off: bits are compared in the other dtypes.
+# Root mean square: computed in float32 and rounded once. float64 is torch's own, computed as it is. Triton's
+# interpreter does not round to bfloat16 but cuts off: bits are compared in the other dtypes.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
 ROWS = [(1, 1), (3, 60), (2, 100), (5, 64)]
 
