@@ -77,6 +77,19 @@ class KeptRows:
                 self.scales = F.pad(self.scales, (0, more))
 
 
+def spread(rows: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """A Hadamard rotation of heads, by sums of pairs. Done to queries and keys it leaves their products alone, but what
+    few elements of a key held, which would coarsen the steps of 4 bits for all of them, is spread over all.
+    """
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    size, step = rows.shape[-1] & -rows.shape[-1], 1  # blocks of the largest power of two that divides a head
+    while step < size:
+        a, b = wide.unflatten(-1, (-1, 2, step)).unbind(-2)
+        wide = torch.stack([a + b, a - b], -2).flatten(-3)
+        step *= 2
+    return (wide * size**-0.5).to(rows.dtype)
+
+
 def quantise(rows: Float[Tensor, "*B D"], bits: int) -> tuple[Integer[Tensor, "*B Dk"], Float16[Tensor, "*B"]]:
     """(codes, scales). A row of zeros has scale 0; what float16 cannot scale is as large as it gets."""
     largest = _LARGEST[bits]

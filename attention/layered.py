@@ -6,12 +6,12 @@ from itertools import chain
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.verify_attention import BLOCK, padded_keys
 from .cache import Part, Placement, place, rounded
-from .kept import KeptRows, Slots
+from .kept import KeptRows
 from .layout import LayerKV, Layout, Sight
 from .rows import Rows, segments
 
@@ -22,8 +22,8 @@ _STAGING = 64  # rows: staging grows in steps of it, and shrinks to it once a pr
 class _Look:
     """Of one sequence in one forward: the slots that its rows look at, and those that they are written to."""
 
-    at: Slots
-    own: Slots
+    at: Int[Tensor, " S"] | slice
+    own: Int[Tensor, " T"] | slice
 
 
 class LayeredCache:
@@ -214,7 +214,7 @@ class LayeredCache:
             start = part.sequence * self.capacity
             return _Look(slice(start, start + part.keys), slice(start + part.slot, start + part.slot + count))
         before = self._shown(sight, committed, whole_blocks=not part.causal)
-        at = [*self._slots(sight, part.sequence, before), *(self._committed(sight) + n for n in mine)]
+        at = [*self._slots(sight, part.sequence, before).tolist(), *(self._committed(sight) + n for n in mine)]
         if not part.causal:  # what is blocked is multiplied by 0, which a NaN survives: any row of its own will do
             at += [at[-1]] * (padded_keys(len(at)) - len(at))
         found = self._tensor(at)
@@ -235,5 +235,5 @@ class LayeredCache:
             source = self._slots(sight, sequence, start + np.array([local[n] for n in kept], dtype=np.int64))
         return source.tolist(), self._slots(sight, sequence, positions).tolist()
 
-    def _tensor(self, slots: Sequence[int]) -> Tensor:
+    def _tensor(self, slots: Sequence[int]) -> Int[Tensor, " n"]:
         return torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)

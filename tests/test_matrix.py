@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import LlamaConfig
 
+from decodelab.attention.options import Attention, Hybrid, LowBits, SinkWindow, Table, Window
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Acceptance, Greedy, Sampling
 from decodelab.decoding.draft import Resources
 from decodelab.decoding.events import Generation
+from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.request import Request
 from decodelab.experiments.compose import described, groups
@@ -38,6 +40,14 @@ REFUSED = (
 PROMPTS = ([7, 30, 12, 7, 30], [5, 9, 41, 5, 9, 41, 5, 9])
 DOCUMENTS = ([30, 12, 44, 3, 19], [9, 41, 5, 22])
 TOKENS = 12
+LAYOUTS: dict[str, Attention] = {
+    "window": Window(4),
+    "sink_window": SinkWindow(4, 2),
+    "hybrid": Hybrid(4, "wf"),
+    "kv_int8": LowBits(8),
+    "kv_int4": LowBits(4),
+    "recipe": Table("3*(window=5 sinks=1) 1*full | share=2 bits=8"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -122,17 +132,29 @@ def test_what_is_refused_is_there() -> None:
 
 
 @cache
-def windowed() -> Decoder:
-    """Layers that see 4 tokens."""
-    return twins(MistralConfig(**SIZES, sliding_window=4), torch.float64)[1]
+def laid_out(name: str) -> Decoder:
+    """Random weights of four layers with other keys and values; windows are of a few tokens."""
+    config = LlamaConfig(**SIZES)
+    own = ModelConfig.from_hf(config)
+    return Decoder(
+        replace(own, layout=LAYOUTS[name].layout(own.layout, own.heads)),
+        twins(config, torch.float64)[0].state_dict(),
+        dtype=torch.float64,
+    )
 
 
-@pytest.mark.parametrize("rule", [Greedy(), Sampling(temperature=1.5)], ids=["greedy", "sampling"])
+@cache
+def plainly(layout: str, rule: Acceptance) -> list[list[int]]:
+    return [g.tokens for g in reference.generate(laid_out(layout), asked(rule), rule.law(), seed=3)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"), [*((layout, Greedy()) for layout in LAYOUTS), ("window", Sampling(temperature=1.5))]
+)
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_over_windows(name: str, rule: Acceptance) -> None:
-    """Rows of a tree see what their own path left in the window, whoever drafts."""
-    decoder = windowed()
+def test_over_other_layouts(name: str, layout: str, rule: Acceptance) -> None:
+    """Rows of a tree see what their own path left in the window and in the codes, whoever drafts."""
+    decoder = laid_out(layout)
     drafter = configured(name).build(Resources(decoder, tiny_tokenizer(), rule.law()))
     got = loop.generate(decoder, asked(rule), drafter, rule, seed=3)
-    want = reference.generate(decoder, asked(rule), rule.law(), seed=3)
-    assert [g.tokens for g in got] == [g.tokens for g in want]
+    assert [g.tokens for g in got] == plainly(layout, rule)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ...attention.cache import Cache, DenseCache, Placement
+from ...attention.kept import spread
 from ...attention.layered import LayeredCache
 from ...attention.paged import PagedCache
 from ...attention.rows import Rows
@@ -41,7 +42,7 @@ class Block(nn.Module):
         self.layer, self.heads, self.head_dim, self.eps = layer, c.heads, c.head_dim, c.norm_eps
         entry = c.layout.layers[layer]
         self.kv_heads, self.sight, self.owns = entry.kv_heads, entry.sight, entry.owner == layer
-        self.rotates = c.rotates[layer]
+        self.rotates, self.bits = c.rotates[layer], entry.bits
         self.scale = c.head_dim**-0.5
         at = f"model.layers.{layer}."
 
@@ -76,6 +77,8 @@ class Block(nn.Module):
             qk = F.rms_norm(qk, (D,), None, self.eps) * self.qk_norm[: qk.shape[1]]
         if self.rotates:  # sin carries the sign of the half that is turned
             qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
+        if self.bits == 4:
+            qk = spread(qk)
         q = qk[:, :H]
         parts = []
         for part in place.parts:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decodelab.attention.cache import LONG_CHAIN, Cache, DenseCache, Part
+from decodelab.attention.layered import LayeredCache
 from decodelab.attention.layout import LayerKV, Layout, uniform
 from decodelab.attention.rows import Rows, chains
 
@@ -95,8 +96,12 @@ def stage(cache: Cache, listed: Listed, rows: Rows) -> None:
 
 def test_against_lists_under_random_operations() -> None:
     """sglang#8409, #26866, TensorRT-LLM#12962: any forest, several forwards before a commit, any rows kept."""
-    rng = random.Random(0)
-    cache, listed = dense(sequences=3, capacity=400), Listed()
+    operate(dense(sequences=3, capacity=400))
+
+
+def operate(cache: DenseCache | LayeredCache) -> None:
+    """On three sequences."""
+    rng, listed = random.Random(0), Listed()
     longest = 0
     for _ in range(400):
         match rng.choice(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decodelab.attention.kept import KeptRows, dequantise, quantise
+from decodelab.attention.kept import KeptRows, dequantise, quantise, spread
 from decodelab.attention.layout import LayerKV, Layout
 
 BITS = (16, 8, 4)
@@ -84,3 +84,14 @@ def test_a_rows_codes_do_not_depend_on_its_neighbours(bits: int, rng: torch.Gene
         parts = [quantise(piece, bits) for piece in rows.split(size)]
         for i in (0, 1):
             assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
+def test_a_rotation_keeps_products_and_spreads_what_one_element_holds(rng: torch.Generator) -> None:
+    for D in (1, 6, 16, 96):
+        x = torch.randn(5, D, generator=rng).double()
+        torch.testing.assert_close(spread(x) @ spread(x).T, x @ x.T)
+        torch.testing.assert_close(spread(spread(x)), x)
+        assert torch.equal(spread(x[:2]), spread(x)[:2])
+    one = torch.zeros(16)
+    one[3] = 8
+    assert spread(one).abs().tolist() == [2.0] * 16

@@ -1,6 +1,7 @@
 """Whatever is drafted, the output is plain decoding's: token for token for one-hot drafts, greedy and sampled."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, SmolLM3Config
 
 from decodelab.attention.cache import LONG_CHAIN
+from decodelab.attention.options import Attention, Hybrid, LowBits, SinkWindow, Table
 from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy, Sampling
 from decodelab.decoding.draft import Draft, Gives, Room, chain
 from decodelab.decoding.events import Generation
+from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.noise import Noise
 from decodelab.drafting.none import Nothing
@@ -31,6 +34,13 @@ LAYOUTS: dict[str, PretrainedConfig] = {
     "windows and no rotation": SmolLM3Config(
         **SIZES, no_rope_layers=[1, 0, 1, 0], use_sliding_window=True, sliding_window=6
     ),
+}
+KEPT: dict[str, Attention] = {
+    "sinks": SinkWindow(5, 2),
+    "hybrid": Hybrid(4, "wwf"),
+    "8 bits": LowBits(8),
+    "4 bits": LowBits(4),
+    "recipe": Table("3*(window=5 sinks=1) 1*full | share=2 bits=8"),
 }
 RULES: dict[str, Greedy | Sampling] = {
     "greedy": Greedy(),
@@ -83,6 +93,27 @@ def test_in_float64_over_every_layout(name: str, layout: str, monkeypatch: pytes
     assert accepted > 40
     requests = [ask(p, rule, 20) for p in PROMPTS]
     same(loop.generate(decoder, requests, Nothing(), rule, seed=1, logprobs=True), want)
+
+
+@pytest.mark.parametrize("layout", KEPT)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_greedily_over_every_way_to_keep_rows(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of three, with chains and forests, against plain decoding on the same layout; 30 tokens are many windows.
+
+    transformers refuses drafts over a quantised cache (is_croppable), and keeps all rows of a window while it drafts.
+    """
+    unchecked(monkeypatch)
+    config = LlamaConfig(**SIZES)
+    own = ModelConfig.from_hf(config)
+    kept = replace(own, layout=KEPT[layout].layout(own.layout, own.heads))
+    decoder = Decoder(kept, twins(config, dtype)[0].state_dict(), dtype=dtype)
+    want = plainly(decoder, RULES["greedy"], 30)
+    known, accepted = answers(want), 0
+    for plan in (oracle(known, (4, 0, 2), stale=(1,)), thicket(known, seed=0), thicket(known, seed=1, unjudged=False)):
+        got = drafted(decoder, RULES["greedy"], 30, plan)
+        same(got, want)
+        accepted += sum(step.accepted for g in got for step in g.steps)
+    assert accepted > 60
 
 
 @pytest.mark.parametrize("name", RULES)
