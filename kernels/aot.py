@@ -122,7 +122,7 @@ def table(rows: list[Compiled]) -> str:
             row = found[target]
             spilled = f", spills {row.spilled} B" if row.spilled else ""
             cells.append(f"{row.registers} / {row.shared / 1024:.3g}{spilled}")
-        lines.append(f"| `{op}` {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {f'`{op}` {name}'.strip()} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -181,7 +181,8 @@ def specimens_of(bits: int) -> list[Specimen]:
             "BITS": bits, "ALIGNED": low and not any_group, "WHOLE": False, "DOT": tl.bfloat16,
             "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
         }  # fmt: skip
-        found.append(Specimen(name, _product, types, constants))
+        registers = 255 if block_m > 16 else 192 if any_group else 144
+        found.append(Specimen(name, _product, types, constants, registers=registers))
     return found
 
 

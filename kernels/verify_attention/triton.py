@@ -290,7 +290,7 @@ def specimens() -> list[Specimen]:
             "GROUP": group, "D": D, "BITS": bits, "WINDOWED": windowed, "WHOLE": False, "DOT": tl.bfloat16,
             "PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": _keys_at_once(D, torch.bfloat16), "BLOCK_D": D,
         }  # fmt: skip
-        found.append(Specimen(name, _chunks, types, constants, num_warps=_warps(block_m), num_stages=_STAGES))
+        found.append(Specimen(name, _chunks, types, constants, _warps(block_m), _STAGES, registers=240))
     types = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16", "parts": "i32"}
-    found.append(Specimen("merged", _merged, types, {"D": 128, "BLOCK_D": 128}, num_warps=1))
+    found.append(Specimen("merged", _merged, types, {"D": 128, "BLOCK_D": 128}, num_warps=1, registers=64))
     return found

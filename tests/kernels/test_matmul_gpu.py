@@ -59,6 +59,14 @@ def test_sixteen_bits(dtype: torch.dtype, rng: torch.Generator) -> None:
         assert relative_error(matmul(x, Weight(w, 16)), x.double() @ w.double().T) < TOLERANCE[dtype]
 
 
+def test_tiles_and_parts_are_of_the_weight_s_shape_alone_where_rows_must_not_matter() -> None:
+    from decodelab.kernels.matmul_w4.triton import tiles
+
+    for N, K, bits, group in ((2048, 1536, 4, 128), (151936, 1536, 16, None), (1536, 8960, 8, None)):
+        assert len({tiles(T, N, K, bits, group, True) for T in range(1, 65)}) == 1
+        assert len({tiles(T, N, K, bits, group, False) for T in range(1, 65)}) > 1
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_row_has_the_same_bits_where_rounding_would_hide_it(bits: int, rng: torch.Generator) -> None:
     """All terms cancel and only the rounding of the sums is left, over several parts (llama.cpp#25618)."""
