@@ -21,7 +21,8 @@ from .config import RunConfig
 from .format import counted, size
 from .hardware import describe_device
 from .quality.evaluate import check_quality
-from .quantise import Quantising, as_read, kept_blocks, planned
+from .quantise import as_read, kept_blocks, planned
+from .quantising import Quantising
 from .replay import Recording, open_recording
 from .sweep.grid import Cell
 from .targets import describe

@@ -8,7 +8,8 @@ from ..decoding.model.source import open_source
 from ..errors import UserError
 from .files import make_folder, write_atomic
 from .lab import Progress
-from .quantise import READ, REPORT, Quantising, copy_of
+from .quantised_folder import READ, REPORT, copy_of
+from .quantising import Quantising
 
 
 def export(plan: Quantising, folder: Path, progress: Progress | None = None) -> None:

@@ -18,7 +18,9 @@ from .config import RunConfig
 from .lab import Progress, draft_digest
 from .overlap import Marks, Overlap
 from .quality.evaluate import quality_digest
-from .quantise import READ, REPORT, Quantising, as_read, copy_of, kept_blocks, planned
+from .quantise import as_read, kept_blocks, planned
+from .quantised_folder import READ, REPORT, copy_of
+from .quantising import Quantising
 from .replay import Recording, open_recording
 from .result import run_key
 from .tasks import Task, load_task

@@ -30,7 +30,7 @@ from .calibration import Pieces, draw
 from .config import QuantizeJob
 from .files import write_atomic
 from .lab import Progress
-from .quantise import Quantising, layer_shapes, plan
+from .quantising import Quantising, layer_shapes, plan
 
 BACK = 8  # bits of a layer that goes back
 ROWS = 256  # whose logits are in memory at once

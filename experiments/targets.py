@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import UserError
 from ..quantization.codes import Scheme
-from .quantise import Quantising
+from .quantising import Quantising
 
 TARGETS = ("vllm",)
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

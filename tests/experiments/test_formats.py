@@ -208,7 +208,7 @@ def test_what_is_broken_off_goes_on_and_comes_to_the_same_bytes(
     quantize: Any, monkeypatch: pytest.MonkeyPatch, private: Path, form: str
 ) -> None:
     """In bfloat16, in which what is not quantised loses digits as it is stored."""
-    from decodelab.experiments import quantise as module
+    from decodelab.experiments import quantised_folder as module
 
     text = private / "text.txt"
     text.write_text("one two three four five " * 200)

@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
 from decodelab.errors import UserError
-from decodelab.experiments import quantise
+from decodelab.experiments import quantised_folder
 from decodelab.experiments.calibration import draw, load_calibration
 from decodelab.experiments.cli import main
 from decodelab.experiments.overlap import Marks, check_overlap
-from decodelab.experiments.quantise import INDEX, REPORT, STATE, plan, write
+from decodelab.experiments.quantised_folder import INDEX, REPORT, STATE, write
+from decodelab.experiments.quantising import plan
 from decodelab.quantization.formats import NATIVE
 from decodelab.quantization.gptq import GPTQ
 from decodelab.quantization.quantiser import Calibration
@@ -109,18 +110,18 @@ def test_what_is_killed_goes_on_to_the_same_bytes(bench, source, calibration, se
     q = RTN(group_size=16) if settings == "rtn" else GPTQ(group_size=16, calibration=text)
     made = plan(q, source, torch.float32, NATIVE)
     write(made, bench.root / "whole")
-    real = quantise._write
+    real = quantised_folder._write
 
     def killed(file, *rest):
         if file.name == "block-00001.safetensors":
             raise KeyboardInterrupt
         real(file, *rest)
 
-    monkeypatch.setattr(quantise, "_write", killed)
+    monkeypatch.setattr(quantised_folder, "_write", killed)
     with pytest.raises(KeyboardInterrupt):
         write(made, bench.root / "broken")
     assert sorted(f.name for f in (bench.root / "broken").iterdir()) == ["block-00000.safetensors", STATE]
-    monkeypatch.setattr(quantise, "_write", real)
+    monkeypatch.setattr(quantised_folder, "_write", real)
     other = plan(RTN(bits=5, group_size=16), source, torch.float32, NATIVE)
     with pytest.raises(UserError, match="holds the beginning of another quantisation: name another output, or delete"):
         write(other, bench.root / "broken")
@@ -146,7 +147,7 @@ def test_a_run_makes_its_copy_once(bench, monkeypatch):
     assert bench.result["provenance"]["quantised"]["settings"]["group_size"] == 16
     (copy,) = (bench.root / "cache" / "quantised").iterdir()
     assert (copy / INDEX).is_file()
-    monkeypatch.setattr(quantise, "write", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(quantised_folder, "write", lambda *_: pytest.fail("made again"))
     assert bench.run("quantization=rtn", "quantization.group_size=16", f"output={bench.root / 'again'}") == 0
 
 

@@ -14,7 +14,8 @@ from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
 from decodelab.errors import UserError
-from decodelab.experiments.quantise import plan, write
+from decodelab.experiments.quantised_folder import write
+from decodelab.experiments.quantising import plan
 from decodelab.quantization.formats import NATIVE
 from decodelab.quantization.linear import Beside, QuantisedLinear
 from decodelab.quantization.rtn import RTN

@@ -1,0 +1,216 @@
+"""The folder of a quantised model, made block by block, so that what was broken off goes on where it was."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from ..decoding.model.calibrated import CalibratedBlock, Passage, passages
+from ..decoding.model.config import ModelConfig
+from ..decoding.model.source import ModelSpec
+from ..decoding.model.storage import atomic_file, cache_dir
+from ..decoding.model.weights import open_safetensors
+from ..errors import UserError
+from ..quantization.codes import Scheme
+from ..quantization.dequantised import most_common, stored_grid
+from ..quantization.sequential import Report, quantise
+from .files import make_folder, write_atomic
+from .hardware import peak_memory_bytes
+from .lab import Progress
+from .overlap import Marks
+from .quantising import Quantising, layer_shapes
+
+INDEX = "model.safetensors.index.json"
+STATE = "quantising.json"  # of a folder that is not whole yet
+REPORT = "quantization.json"
+READ = "calibration.json"  # marks of the rows that were calibrated on
+
+
+def copy_of(plan: Quantising, progress: Progress | None = None) -> ModelSpec:
+    """The quantised copy in the cache, made where it is not there."""
+    folder = cache_dir() / "quantised" / f"{plan.label.replace('/', '_')}-{plan.key}"
+    if not (folder / INDEX).is_file():
+        write(plan, folder, progress)
+    return ModelSpec(name=plan.label, path=str(folder))
+
+
+def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> list[Report]:
+    """The folder of a quantised model: a safetensors file a block, and one for the rest; the index comes last.
+
+    Memory holds one block in float32, twice while it runs with dequantised weights, the text's hidden states
+    (tokens × dim × 4 bytes) and what `Inputs` has of a layer's input (K × K × 4 bytes); not the model, whose tensors
+    are read block by block, but for the pages of its file that the system keeps."""
+    began = time.monotonic()
+    make_folder(folder)
+    _begin(folder, plan)
+    source, model = plan.source, ModelConfig.from_hf(plan.source.config)
+    tensors = source.tensors(progress)
+    text = _text(plan, tensors)  # empty where no layer reads any
+    reports: list[Report] = []
+    index: dict[str, str] = {}
+    schemes: dict[str, Scheme] = {}
+    resumed = 0
+    for layer in range(model.layers):
+        if progress is not None:
+            progress("quantising", layer, model.layers)
+        name = f"block-{layer:05d}.safetensors"
+        file = folder / name
+        block = CalibratedBlock(model, layer, tensors, text)
+        done = _read_block(file, block, plan) if file.is_file() else None
+        resumed += done is not None
+        if done is None:
+            done = list(quantise(block, {n: plan.layers[n] for stage in block.stages for n in stage.names}))
+            _write_block(file, block, [_fitted(block, report, plan) for report in done], plan)
+            done = _read_block(file, block, plan)  # as it is stored: what is broken off goes on from the same
+        reports += done
+        index |= dict.fromkeys(_stored(block, plan), name)
+        schemes |= {n: c.scheme for n, c in block.codes.items()}
+        block.advance()
+    if progress is not None:
+        progress("quantising", model.layers, model.layers)
+    rest = {n: tensors[n].to(plan.dtype) for n in tensors if not n.startswith("model.layers.")}
+    if model.tied:
+        rest.pop("lm_head.weight", None)
+    _write(folder / "rest.safetensors", rest, {})
+    index |= dict.fromkeys(rest, "rest.safetensors")
+    device = text[0].hidden.device if text else torch.device("cpu")
+    made = {"seconds": time.monotonic() - began, "peak_bytes": peak_memory_bytes(device), "resumed": resumed}
+    _finish(folder, plan, schemes, reports, index, made | {"warnings": [*plan.warnings, *_of_source(plan, tensors)]})
+    return reports
+
+
+def _of_source(plan: Quantising, tensors: Mapping[str, Tensor]) -> list[str]:
+    """A warning where the weights were quantised before: settings that suit their grid then lose nothing."""
+    last = max(int(name.split(".")[2]) for name in plan.layers)
+    looked = [name for name in plan.layers if int(name.split(".")[2]) in (0, last // 2, last)]
+    grid, n = most_common(stored_grid(tensors[f"{name}.weight"]) for name in looked)
+    if grid is None:
+        return []
+    bits, size = grid.bits, grid.group_size
+    told = (
+        f"{plan.source.label} is itself dequantised: {n} of {len(looked)} layers looked at lie on grids of {bits} bits "
+        f"in groups of {size}, which {bits} bits with a float shift (hqq, gguf) reproduce with next to no error"
+    )
+    if any(scheme.group_size <= size and scheme.bits >= bits for scheme in plan.schemes.values()):
+        told += "; these settings are as fine, so that what they lose says little of the method: choose wider groups"
+    return [told]
+
+
+def _text(plan: Quantising, tensors: Mapping[str, Tensor]) -> list[Passage]:
+    if plan.pieces is None:
+        return []
+    return passages(plan.pieces.pieces, tensors["model.embed_tokens.weight"].float())
+
+
+def _begin(folder: Path, plan: Quantising) -> None:
+    """Refuses a folder that holds something else."""
+    state = folder / STATE
+    others = [path.name for path in folder.iterdir()]
+    if state.is_file():
+        if json.loads(state.read_text(encoding="utf-8")).get("key") == plan.key:
+            return
+        raise UserError(f"{folder} holds the beginning of another quantisation: name another output, or delete it")
+    if others:
+        raise UserError(f"{folder} is not empty (it holds {others[0]}): name another output")
+    write_atomic(state, json.dumps({"key": plan.key}) + "\n")
+
+
+def _stored(block: CalibratedBlock, plan: Quantising) -> dict[str, Tensor]:
+    """What a file of a block holds."""
+    found: dict[str, Tensor] = {}
+    for layer, codes in block.codes.items():
+        found |= plan.form.write(layer, codes)
+    quantised = {f"{layer}.weight" for layer in block.codes}
+    found |= {name: t.to(plan.dtype) for name, t in block.tensors.items() if name not in quantised}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _fitted(block: CalibratedBlock, report: Report, plan: Quantising) -> Report:
+    """The layer's codes become what the format expresses of them."""
+    fit = plan.form.fit(block.codes[report.name])
+    block.codes[report.name] = fit.codes
+    return replace(report, notes=report.notes + fit.notes)
+
+
+def _write_block(file: Path, block: CalibratedBlock, reports: Sequence[Report], plan: Quantising) -> None:
+    about = plan.form.config({name: codes.scheme for name, codes in block.codes.items()}, ())
+    note = {"reports": [asdict(report) for report in reports], "config": about}
+    _write(file, _stored(block, plan), {"decodelab-quantised": json.dumps(note)})
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], note: Mapping[str, str]) -> None:
+    """The same bytes for the same content: the library writes notes in any order, and so the header is put in order."""
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt", **note})
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:start]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
+    with atomic_file(file, len(content)) as out:
+        out.write(len(header).to_bytes(8, "little") + header)
+        out.write(memoryview(content)[start:])
+
+
+def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Report]:
+    """What was done; the block becomes what is stored of it."""
+    with open_safetensors(file) as stored:
+        note = json.loads(stored.metadata()["decodelab-quantised"])
+        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        block.codes.clear()  # in the order of the file
+        for layer in plan.form.layers(shapes, note["config"]):
+            block.codes[layer] = plan.form.read(layer, stored.get_tensor, note["config"])
+        for name in block.tensors:
+            if name in shapes:
+                block.tensors[name] = stored.get_tensor(name).float()
+    block.changed()
+    return [Report(**report | {"notes": tuple(report["notes"])}) for report in note["reports"]]
+
+
+def _finish(
+    folder: Path,
+    plan: Quantising,
+    schemes: Mapping[str, Scheme],
+    reports: Sequence[Report],
+    index: Mapping[str, str],
+    made: Mapping[str, Any],
+) -> None:
+    source, shapes = plan.source, layer_shapes(ModelConfig.from_hf(plan.source.config))
+    config = source.config.to_dict() | {"dtype": str(plan.dtype).removeprefix("torch.")}
+    about = plan.form.config(schemes, plan.untouched)
+    config["quantization_config"] = about | {"origin": source.digest, "kind": plan.settings.kind}
+    write_atomic(folder / "config.json", json.dumps(config, indent=1, default=str) + "\n")
+    write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": list(source.eos_ids)}) + "\n")
+    source.tokenizer.save_pretrained(folder)
+    record = {
+        "source": {"label": source.label, "digest": source.digest},
+        "settings": asdict(plan.settings),  # type: ignore[call-overload]
+        "kind": plan.settings.kind,
+        "calibration": _calibration(plan),
+        "layers": [asdict(report) for report in reports],
+        "skipped": dict(plan.skipped),
+        "share": sum(prod(shapes[report.name]) for report in reports) / sum(map(prod, shapes.values())),
+        **made,
+    }
+    if plan.pieces is not None:
+        assert plan.settings.calibration is not None
+        marks = {"overlap": plan.settings.calibration.overlap, "marks": Marks.of_pieces(plan.pieces).rows}
+        write_atomic(folder / READ, json.dumps(marks) + "\n")
+    write_atomic(folder / REPORT, json.dumps(record, indent=1) + "\n")
+    size = sum((folder / name).stat().st_size for name in set(index.values()))
+    content = {"metadata": {"total_size": size}, "weight_map": dict(index)}
+    write_atomic(folder / INDEX, json.dumps(content, indent=1) + "\n")
+    (folder / STATE).unlink()
+
+
+def _calibration(plan: Quantising) -> dict[str, Any] | None:
+    """Of the record."""
+    if plan.pieces is None:
+        return None
+    assert plan.settings.calibration is not None
+    known = {"digest": plan.pieces.digest, "tokens": plan.pieces.tokens, "rows": len(plan.pieces.read)}
+    return asdict(plan.settings.calibration) | known
