@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ...attention.cache import DenseCache
+from ...attention.cache import Cache
 from ...attention.rows import Rows, chains
 from ...decoding.events import finish
 from ...decoding.model.decoder import Decoder
@@ -328,7 +328,7 @@ class DecodelabLM(TemplateLM):
             hidden |= self._forests(context, {i: continuations[i] for i in short})
         return [self._sum(hidden[i], c) for i, c in enumerate(continuations)]
 
-    def _read(self, tokens: Sequence[int], more: int = 0) -> tuple[torch.Tensor, tuple[DenseCache, int]]:
+    def _read(self, tokens: Sequence[int], more: int = 0) -> tuple[torch.Tensor, tuple[Cache, int]]:
         """What the unembedding reads of each row [T, dim], and the cache, with room for `more` rows, and its slot."""
         cache = self.lab.target.open_cache(1, len(tokens) + more)
         slot, hidden = cache.open(), []
@@ -364,7 +364,7 @@ class DecodelabLM(TemplateLM):
                 hidden[i] = torch.cat([read[-1:], rows[a:b]])
         return hidden
 
-    def _forward(self, rows: Rows, cache: DenseCache) -> torch.Tensor:
+    def _forward(self, rows: Rows, cache: Cache) -> torch.Tensor:
         return self.lab.target(rows, cache, logits_of=torch.tensor([0]), taps=("final",)).hidden["final"]
 
     def _sum(self, hidden: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:

@@ -4,6 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from decodelab.attention.cache import DenseCache
+from decodelab.attention.layered import LayeredCache
+from decodelab.attention.layout import LayerKV, Layout
+from decodelab.attention.rows import chains
 from decodelab.kernels.linear.reference import relative_error
 from decodelab.kernels.verify_attention import (
     causal_attention,
@@ -56,15 +60,17 @@ def test_rows_against_the_reference(dtype: torch.dtype, heads: tuple[int, int], 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 5, 300])
-def test_long_chains_against_the_reference(dtype: torch.dtype, window: int | None, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(("window", "sink"), [(None, 0), (1, 0), (5, 0), (300, 0), (5, 3), (1, 100), (40, 400)])
+def test_long_chains_against_the_reference(
+    dtype: torch.dtype, window: int | None, sink: int, rng: torch.Generator
+) -> None:
     """Window W means keys i − W + 1 … i (transformers#39408); fewer rows than keys end together (flashinfer#348)."""
     for T, S, heads in ((70, 70, (2, 3)), (300, 300, (1, 1)), (65, 130, (1, 2)), (270, 600, (1, 1))):
         q, k, v = tensors(T, S, heads, 16, dtype, rng)
         row, key = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
-        unseen = (key > row) if window is None else (key > row) | (key <= row - window)
+        unseen = (key > row) if window is None else (key > row) | ((key <= row - window) & (key >= sink))
         want = verify_attention_reference(q.double(), k.double(), v.double(), unseen, 0.25)
-        assert relative_error(causal_attention(q, k, v, 0.25, window), want) < TORCH_TOLERANCE[dtype], (T, S)
+        assert relative_error(causal_attention(q, k, v, 0.25, window, sink), want) < TORCH_TOLERANCE[dtype], (T, S)
 
 
 def test_the_reference_on_a_case_done_by_hand() -> None:
@@ -184,3 +190,62 @@ def test_blocked_keys_do_not_count_whatever_they_are(rng: torch.Generator) -> No
 
 def test_the_number_of_keys_skips_where_sums_are_halved() -> None:
     assert [padded_keys(n) for n in (1, 64, 65, 192, 193, 383, 384, 385)] == [64, 64, 65, 192, 384, 384, 384, 385]
+
+
+def every_path(blocked: Tensor, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Each path over keys that are alike, the values of which are unit vectors: row i gets the share of each key."""
+    T, S = blocked.shape
+    q, k, v = torch.zeros(T, 1, S, dtype=dtype), torch.zeros(1, S, S, dtype=dtype), torch.eye(S, dtype=dtype)[None]
+    paths = {"rows": verify_attention, "torch": sdpa.verify, "reference": verify_attention_reference}
+    return {name: path(q, k, v, blocked, 1.0) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize(
+    ("window", "sink", "counts"),
+    [(3, 0, [1, 2, 3, 3, 3, 3]), (1, 0, [1] * 6), (2, 1, [1, 2, 3, 3, 3, 3]), (1, 2, [1, 2, 3, 3, 3, 3])],
+)
+def test_windows_mean_the_same_on_every_path(window: int, sink: int, counts: list[int]) -> None:
+    """6 rows: transformers#29623, #35924 (backends that differ by one, or forget the window); fla#431: fewer keys than
+    positions. The cache says which keys; a row alone and all rows at once say the same as a long chain does."""
+    layout = Layout((LayerKV(0, 1, window=window, sink=sink),), 8)
+    for kind in (DenseCache, LayeredCache):
+        for size in (1, 2, 6):
+            cache = kind(layout, sequences=1, capacity=64, dtype=torch.float64, device="cpu")
+            sequence, seen = cache.open(), []
+            for at in range(0, 6, size):
+                (part,) = cache.stage(chains([[0] * size], [sequence])).parts
+                keys = torch.eye(8, dtype=torch.float64)[at : at + size, None]  # tell which position is seen
+                cache.write(0, part, keys, keys)
+                k, v = cache.view(0, part)
+                for path in (verify_attention, sdpa.verify, verify_attention_reference):
+                    out = path(torch.zeros(size, 1, 8, dtype=torch.float64), k, v, part.blocked[window, sink], 1.0)
+                    assert [int((row > 0).sum()) for row in out] == counts[at : at + size]
+                    torch.testing.assert_close(out.sum(1), torch.ones(size, dtype=torch.float64))
+                seen.append(out > 0)
+                cache.commit({sequence: range(size)})
+            row, key = torch.arange(6)[:, None], torch.arange(8)
+            want = (key <= row) & ((key > row - window) | (key < sink))
+            assert torch.equal(torch.cat(seen), want)
+    q, k = torch.zeros(6, 1, 8, dtype=torch.float64), torch.eye(8, dtype=torch.float64)[None, :6]
+    assert torch.equal(causal_attention(q, k, k, 1.0, window, sink) > 0, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_that_sees_nothing_gets_zeros(dtype: torch.dtype) -> None:
+    """transformers#47651, unsloth#9708: no NaN, and none for the rows beside it."""
+    blocked = torch.zeros(3, 70, dtype=torch.bool)
+    blocked[1] = True
+    for name, out in every_path(blocked, dtype).items():
+        assert not out[1].any(), name
+        torch.testing.assert_close(out[[0, 2]], torch.full((2, 70), 1 / 70, dtype=dtype), rtol=1e-3, atol=0)
+
+
+def test_a_mask_of_bools_is_one_of_infinities(rng: torch.Generator) -> None:
+    q, k, v = tensors(4, 64, (2, 2), 8, torch.float64, rng)
+    blocked = random_mask(4, 64, rng)
+    infinite = torch.zeros(4, 64, dtype=torch.float64).masked_fill(blocked, -torch.inf)
+    expanded = (x.repeat_interleave(2, 0)[None] for x in (k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], *expanded, infinite, scale=0.5)
+    want = want[0].transpose(0, 1).flatten(1)
+    for path in (verify_attention, sdpa.verify, verify_attention_reference):
+        torch.testing.assert_close(path(q, k, v, blocked, 0.5), want)
