@@ -9,6 +9,7 @@ import torch
 
 from decodelab.decoding.acceptance import Greedy, Verdict
 from decodelab.experiments import hardware
+from decodelab.experiments.compose import Composer
 from decodelab.experiments.hardware import Peaks
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_model
 from decodelab.tests.enumeration import unchecked
@@ -21,9 +22,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_folder(tmp_path_factory.mktemp("checkpoint") / "tiny", tiny_model())
 
 
+@pytest.fixture(scope="session")
+def chosen() -> Callable[[Composer, tuple[str, ...]], Any]:
+    """`Composer._choose` that has Hydra compose a choice among the shipped options once, not once a command."""
+    kept: dict[tuple[str, ...], Any] = {}
+    honest = Composer._choose
+
+    def choose(composer: Composer, words: tuple[str, ...]) -> Any:
+        if composer._searchpath:  # options of the user's, which change from test to test
+            return honest(composer, words)
+        if words not in kept:
+            kept[words] = honest(composer, words)
+        return kept[words]
+
+    return choose
+
+
 @pytest.fixture
-def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[Composer, tuple[str, ...]], Any]
+) -> Path:
     """A cache of its own, a machine that does nothing else, peaks that are not measured, and tmp_path to work in."""
+    monkeypatch.setattr(Composer, "_choose", chosen)
     monkeypatch.setenv("DECODELAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(hardware, "_measure", lambda device, dtype, threads: Peaks(1e10, 1e11))
