@@ -31,7 +31,9 @@ class GPTQ:
     the Hessian's diagonal, the greatest first; `groups`: so within each group of neighbours, and the groups by the sum
     of theirs (GPTQModel's group-aware order; a shorter last group stays last). `static_groups`: the scales are those of
     the weight as it was, and groups are neighbouring columns in any order; else they are made along the way, and with
-    act_order=true, groups are neighbours in that order. `damping`: added to the diagonal, times its mean. `block_size`:
+    act_order=true, groups are neighbours in that order. `clip`: ranges are cut where that loses less, a column's error
+    weighing what is left of it once the columns behind it have made up for theirs (the loss of the paper's equation 4).
+    `damping`: added to the diagonal, times its mean. `block_size`:
     columns between two updates of all that follow; a matter of speed alone."""
 
     bits: int = 4
@@ -123,7 +125,7 @@ class GPTQ:
         whole = self.static_groups or self.act_order == GROUPS
         group, scales = neighbours[order] if whole else neighbours, None  # the group of each column, as they come
         if self.static_groups:
-            found = round_to_nearest(weight, grid)
+            found = round_to_nearest(weight, grid, importance_of(factor)[torch.argsort(order)])
             assert found.zero is not None
             scales = found.scale.float(), found.zero
         codes, scale, zero = compensated(weight[:, order], factor, grid, group, scales, self.block_size)
@@ -158,6 +160,11 @@ def inverse_factor(hessian: Float[Tensor, "K K"], damping: float) -> Float[Tenso
     return torch.linalg.solve_triangular(turned, eye, upper=False).flip(0, 1)
 
 
+def importance_of(factor: Float[Tensor, "K K"]) -> Float[Tensor, " K"]:
+    """1 / U_kk²: what the squared error of a column costs when all behind it are fitted to it."""
+    return factor.diagonal().float().pow(-2)
+
+
 def compensated(
     weight: Float[Tensor, "N K"],
     factor: Float[Tensor, "K K"],
@@ -178,7 +185,7 @@ def compensated(
         scale, zero = W.new_empty(-(-K // width), N), codes.new_empty(-(-K // width), N)
     else:
         scale, zero = scales[0].T.to(W.dtype).contiguous(), scales[1].T.contiguous()
-    groups = group.tolist()
+    groups, weighs = group.tolist(), importance_of(factor)
     for start in range(0, K, block_size):
         stop = min(start + block_size, K)
         own = factor[start:stop, start:stop].to(W.dtype)
@@ -186,7 +193,7 @@ def compensated(
         for i, k in enumerate(range(start, stop)):
             g = groups[k]
             if scales is None and k % width == 0:
-                scale[g], zero[g] = grid.ranges(W[k : k + width].T.float())
+                scale[g], zero[g] = grid.ranges(W[k : k + width].T.float(), weighs[k : k + width])
             codes[k] = grid.codes(W[k], scale[g], zero[g])
             rounded = scale[g] * (codes[k].to(W.dtype) - zero[g].to(W.dtype))
             lost[i] = (W[k] - rounded) / own[i, i]

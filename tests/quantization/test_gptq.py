@@ -40,15 +40,21 @@ def brain_surgeon(weight: Tensor, hessian: Tensor, settings: GPTQ) -> tuple[Tens
         rank = sorted(starts, key=lambda g: (g + width > K, -float(H.diagonal()[g : g + width].sum())))
         order = torch.cat([order[(order >= g) & (order < g + width)] for g in rank])
     H = H + settings.damping * H.diagonal().mean() * torch.eye(K)
+    left = [float(1 / torch.linalg.inv(H[order[j:]][:, order[j:]])[0, 0]) for j in range(K)]
+    weighs = torch.empty(K)  # a column's squared error, when all behind it make up for it
+    weighs[order] = torch.tensor(left)
     now, out, cut = W.clone(), W.clone(), 0
     for j, k in enumerate(order.tolist()):
         done, rest = order[:j], order[j:]
         now[:, rest] = W[:, rest] + (W - out)[:, done] @ H[done][:, rest] @ torch.linalg.inv(H[rest][:, rest])
         if settings.static_groups:
             start = k // width * width
-            scale, zero = (part.double() for part in grid.ranges(weight[:, start : start + width]))
+            scale, zero = (
+                part.double() for part in grid.ranges(weight[:, start : start + width], weighs[start : start + width])
+            )
         elif j % width == 0:
-            scale, zero = (part.double() for part in grid.ranges(now[:, order[j : j + width]].float()))
+            some = order[j : j + width]
+            scale, zero = (part.double() for part in grid.ranges(now[:, some].float(), weighs[some]))
         wanted = (now[:, k] / scale + zero).round()
         code = wanted.clamp(0, 2**settings.bits - 1)
         cut += int((code != wanted).sum())
