@@ -84,7 +84,10 @@ class Sides:
         """`kind`: which plain decoding is the baseline, where an earlier cell has found that out."""
         self._lab, self._seed = lab, seed
         self._warm = False
-        plain = {"drafting=none": lab.undrafted, "plain decoder": partial(lab.plain, paged=True)}
+        plain: dict[str, Callable[..., Iterator[list[Generation]]]] = {
+            "drafting=none": lab.undrafted,
+            "plain decoder": partial(lab.plain, paged=True),
+        }
         self._plain = plain if kind is None else {kind: plain[kind]}
         self.baseline_kind = next(iter(self._plain))
 
