@@ -42,7 +42,7 @@ class GPTQ:
     act_order: bool | str = True
     static_groups: bool = True
     damping: float = 0.01
-    clip: bool = False
+    clip: bool = True
     block_size: int = 128
     overrides: Overrides = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)

@@ -131,8 +131,9 @@ def test_the_output_loses_less_than_by_rounding_to_nearest(bits, act_order, stat
 def test_all_bits_and_groups(bits, symmetric, group_size):
     weight, x = problem(16, 72)
     seen = Inputs.of([x])
-    codes = GPTQ(bits=bits, group_size=group_size, symmetric=symmetric).layer(weight, seen).codes
-    nearest = RTN(bits=bits, group_size=group_size, symmetric=symmetric).layer(weight, seen).codes
+    keys = {"bits": bits, "group_size": group_size, "symmetric": symmetric, "clip": False}
+    codes = GPTQ(**keys).layer(weight, seen).codes
+    nearest = RTN(**keys).layer(weight, seen).codes
     assert (codes.bits, codes.symmetric, int(codes.codes.max()) < 2**bits) == (bits, symmetric, True)
     assert torch.equal(codes.scale, nearest.scale)
     assert codes.groups is None
@@ -181,7 +182,8 @@ def test_columns_without_input_are_rounded(act_order, static_groups):
     """TICO#412: they were zeroed, and what the calibration text had not used was lost."""
     weight, x = problem(16, 64)
     x[:, [3, 40]] = 0
-    made = GPTQ(group_size=16, act_order=act_order, static_groups=static_groups).layer(weight, Inputs.of([x]))
+    settings = GPTQ(group_size=16, act_order=act_order, static_groups=static_groups, clip=False)
+    made = settings.layer(weight, Inputs.of([x]))
     assert made.notes == ()
     codes = made.codes
     back, step = codes.dequantise(), codes.scale.float()[:, codes.column_groups]
@@ -239,7 +241,29 @@ def test_what_cannot_be_done_is_rounded_to_nearest_and_noted():
     ):
         made = settings.layer(weight, replace(seen, hessian=hessian))
         assert made.notes == (note,)
-        assert same(made.codes, RTN(group_size=16).layer(weight, None).codes)
+        assert same(made.codes, RTN(group_size=16, clip=True).layer(weight, None).codes)
+
+
+def test_ranges_are_cut_by_what_the_output_loses():
+    weight, x = problem(32, 128, tokens=1024)
+    seen = Inputs.of([x])
+    whole, cut = (output_error(weight, GPTQ(clip=clip).layer(weight, seen).codes, seen) for clip in (False, True))
+    assert cut < whole
+
+
+def test_a_few_long_rows_are_not_all_that_a_layer_is_fitted_to():
+    """The first token of a text has inputs hundreds of times as long as others' (arXiv:2402.17762)."""
+    weight, x = problem(16, 64, tokens=512)
+    usual = Inputs.of([x])
+    long = x.clone()
+    long[:2] *= 300
+    lengths = x.norm(dim=1)
+    seen = Inputs.of([long])
+    most = 4 * lengths.median() * 1.02  # the two long rows move the median by a little
+    assert seen.hessian.trace() < usual.hessian.trace() + 2 * most**2 / len(x)
+    assert output_error(weight, GPTQ().layer(weight, seen).codes, usual) < 1.2 * output_error(
+        weight, GPTQ().layer(weight, usual).codes, usual
+    )
 
 
 def test_a_wide_layer_is_decomposed_in_single_precision(monkeypatch):
