@@ -34,6 +34,7 @@ def accept_reference(
         following.append(best[first + path[-1]])
         counts.append(len(path))
         paths.append(path + [-1] * (max_rows - len(path)))
-    like = {"device": scores.device}
-    path = torch.tensor(paths, dtype=torch.int32, **like).view(-1, max_rows)
-    return path, torch.tensor(counts, dtype=torch.int32, **like), torch.tensor(following, dtype=torch.int64, **like)
+    on = scores.device
+    chosen = torch.tensor(paths, dtype=torch.int32, device=on).view(-1, max_rows)
+    ends = torch.tensor(following, dtype=torch.int64, device=on)
+    return chosen, torch.tensor(counts, dtype=torch.int32, device=on), ends

@@ -277,7 +277,8 @@ def specimens() -> list[Specimen]:
     ):
         stored = {16: "*bf16", 8: "*i8", 4: "*u8"}[bits]
         scales = "*fp16" if bits < 16 else None
-        types = dict.fromkeys(("q_ptr",), "*bf16") | dict.fromkeys(("k_ptr", "v_ptr"), stored)
+        types: dict[str, str | None] = {"q_ptr": "*bf16"}
+        types |= dict.fromkeys(("k_ptr", "v_ptr"), stored)
         types |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), scales) | {"tables_ptr": "*i32" if paged else None}
         types |= dict.fromkeys(("starts_ptr", "prefix_ptr", "staged_ptr"), "*i32")
         types |= dict.fromkeys(("positions_ptr", "key_positions_ptr"), "*i64") | {"blocked_ptr": "*u8"}
@@ -291,6 +292,6 @@ def specimens() -> list[Specimen]:
             "PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": _keys_at_once(D, torch.bfloat16), "BLOCK_D": D,
         }  # fmt: skip
         found.append(Specimen(name, _chunks, types, constants, _warps(block_m), _STAGES, registers=240))
-    types = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16", "parts": "i32"}
-    found.append(Specimen("merged", _merged, types, {"D": 128, "BLOCK_D": 128}, num_warps=1, registers=64))
+    merged = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16", "parts": "i32"}
+    found.append(Specimen("merged", _merged, merged, {"D": 128, "BLOCK_D": 128}, num_warps=1, registers=64))
     return found
