@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import UserError
 from .codes import Codes, Scheme
 
-LONGEST = 4.0
 SAMPLE = 512  # rows of a layer's input that are kept as they are
 OVERRIDABLE = ("bits", "group_size", "symmetric", "clip", "type")
 Overrides = Mapping[str, Any] | str  # by patterns of names; a file of them; auto: looked for by the job quantize
@@ -43,11 +42,7 @@ class Calibration:
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """What was seen of the rows x that a layer reads. `hessian`: the mean of x xᵀ, `magnitude`: of |x|, `sample`: some
-    of the rows, `count`: how many there were. All float32.
-
-    A row longer than `LONGEST` times the usual one counts as one of that length. The first token of a text and a few
-    others have inputs that are hundreds of times as long (arXiv:2402.17762): their squares would be all that a Hessian
-    is made of, and the layer would be fitted to a handful of tokens at the cost of all others."""
+    of the rows, `count`: how many there were. All float32."""
 
     hessian: Float[Tensor, "K K"]
     magnitude: Float[Tensor, " K"]
@@ -61,14 +56,8 @@ class Inputs:
         kept: list[Tensor] = []
         draws = torch.Generator().manual_seed(seed)
         count = 0
-        longest: Tensor | None = None
         for some in rows:
             x = some.float()
-            lengths = x.norm(dim=1, keepdim=True)
-            if longest is None:
-                usual = lengths.median()
-                longest = torch.where(usual > 0, LONGEST * usual, torch.inf)
-            x = torch.where(lengths > longest, x * (longest / lengths), x)
             if total is None:
                 total, magnitude = x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(x.shape[1])
             total.addmm_(x.T, x)

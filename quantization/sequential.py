@@ -28,7 +28,8 @@ class Stage(Protocol):
         """In place of the weight."""
 
     def inputs(self) -> Iterator[Float[Tensor, "T K"]]:
-        """What the layers read of the calibration text, a piece at a time; no padding is among it."""
+        """What the layers read of the calibration text, a piece at a time; no padding is among it. A row that matters
+        w times as much as others is √w times as long."""
 
     def feasible(self, by: Float[Tensor, " K"]) -> Float[Tensor, " K"] | None:
         """The nearest scale that what feeds the layers can be divided by; None: it cannot be divided, by whatever."""
@@ -49,8 +50,8 @@ class QuantisableBlock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a layer. `error`: of its output, ‖(W − Ŵ) x‖² / ‖W x‖² over the calibration text (None without
-    one: of the weight itself)."""
+    """What became of a layer. `error`: of its output, ‖(W − Ŵ) x‖² / ‖W x‖² over the calibration text, its rows weighed
+    as they were for the layer (None without one: of the weight itself)."""
 
     name: str
     bits: int

@@ -251,21 +251,6 @@ def test_ranges_are_cut_by_what_the_output_loses():
     assert cut < whole
 
 
-def test_a_few_long_rows_are_not_all_that_a_layer_is_fitted_to():
-    """The first token of a text has inputs hundreds of times as long as others' (arXiv:2402.17762)."""
-    weight, x = problem(16, 64, tokens=512)
-    usual = Inputs.of([x])
-    long = x.clone()
-    long[:2] *= 300
-    lengths = x.norm(dim=1)
-    seen = Inputs.of([long])
-    most = 4 * lengths.median() * 1.02  # the two long rows move the median by a little
-    assert seen.hessian.trace() < usual.hessian.trace() + 2 * most**2 / len(x)
-    assert output_error(weight, GPTQ().layer(weight, seen).codes, usual) < 1.2 * output_error(
-        weight, GPTQ().layer(weight, usual).codes, usual
-    )
-
-
 def test_a_wide_layer_is_decomposed_in_single_precision(monkeypatch):
     weight, x = problem(16, 96)
     seen, settings = Inputs.of([x]), GPTQ(group_size=32)

@@ -76,8 +76,11 @@ def test_each_stage_reads_what_has_come_through_the_quantised_ones_before_it() -
                 for piece in PIECES:
                     model(torch.tensor([piece]))
             hook.remove()
+            if number < 3:  # where keys and values are made, the first token of a text weighs 32 times as much
+                for piece in fed:
+                    piece[0] *= 32**0.5
             x = torch.cat(fed)
-            assert torch.allclose(seen.hessian, x.T @ x / len(x), atol=1e-4)
+            assert torch.allclose(seen.hessian, x.T @ x / len(x), rtol=1e-4, atol=1e-4)
             assert torch.allclose(seen.magnitude, x.abs().mean(0), atol=1e-4)
             assert float(seen.hessian.sum().abs()) > 0  # keras#23512: hooks that never fired
             if number in (2, 3, 5, 6):  # the last of its stage: those beside it read the same
