@@ -1,6 +1,7 @@
 """What a run is, known before any weight is loaded: its files, its configuration as it came out, its key."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,12 @@ class Identity:
         if not file.is_file():
             return kept
         known = json.loads(file.read_text(encoding="utf-8"))
-        return {key: known.get(key) for key in ("kind", "settings", "calibration", "source", "warnings")}
+        found = {key: known.get(key) for key in ("kind", "settings", "calibration", "source", "warnings")}
+        notes = Counter(note for layer in known.get("layers") or () for note in layer["notes"])
+        left = Counter((known.get("skipped") or {}).values())
+        said = [f"of {n} quantised layers: {note}" for note, n in notes.items()]
+        said += [f"{n} layers are not quantised ({why})" for why, n in left.items()]
+        return found | {"warnings": [*(found["warnings"] or ()), *said]}
 
     @property
     def calibrated(self) -> tuple[Marks, Overlap] | None:

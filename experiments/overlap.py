@@ -14,7 +14,7 @@ from .items import Item
 
 WORDS = 13  # in a row that two texts must share to be held for the same
 SHORT = 6  # words of a text that is compared as a whole; a shorter one says nothing
-COMMON = 3  # rows that share some words: an instruction that all have
+COMMON, OFTEN = 3, 0.1  # rows at least, and of all rows, that share some words: an instruction that all have
 Overlap = Literal["refuse", "warn"]
 Named = tuple[str, Sequence[str]]  # where a row stands, and its texts
 
@@ -30,11 +30,14 @@ class Marks:
     def of(rows: Iterable[Named]) -> "Marks":
         found: dict[str, str] = {}
         shared: Counter[str] = Counter()
+        count = 0
         for name, texts in rows:
+            count += 1
             mine = {mark for text in texts for mark in _marks(text)}
             shared.update(mine)
             found |= {mark: name for mark in mine if mark not in found}
-        return Marks({mark: name for mark, name in found.items() if shared[mark] < COMMON})
+        most = max(COMMON, OFTEN * count)
+        return Marks({mark: name for mark, name in found.items() if shared[mark] < most})
 
     @staticmethod
     def of_pieces(pieces: Pieces) -> "Marks":

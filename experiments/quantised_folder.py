@@ -204,7 +204,7 @@ def _finish(
     size = sum((folder / name).stat().st_size for name in set(index.values()))
     content = {"metadata": {"total_size": size}, "weight_map": dict(index)}
     write_atomic(folder / INDEX, json.dumps(content, indent=1) + "\n")
-    (folder / STATE).unlink()
+    (folder / STATE).unlink(missing_ok=True)  # two runs may make the same copy
 
 
 def _calibration(plan: Quantising) -> dict[str, Any] | None:

@@ -68,7 +68,8 @@ class Grid:
             low = -high
         scale = (high - low) / self.top
         limits = torch.finfo(self.scale_dtype)
-        scale = torch.where(scale > 0, scale.clamp(limits.tiny, limits.max * (1 - 2**-8)), torch.ones_like(scale))
+        least = limits.tiny / 8 if self.scale_dtype == torch.float16 else limits.tiny  # as fine as bfloat16 still
+        scale = torch.where(scale > 0, scale.clamp(least, limits.max * (1 - 2**-8)), torch.ones_like(scale))
         if self.scale_dtype == torch.float16:
             scale = scale.bfloat16()
         scale = scale.to(self.scale_dtype).to(low.dtype)

@@ -189,6 +189,11 @@ def test_texts_are_the_same_by_thirteen_words_or_as_a_whole():
     assert not list(a.shared(Marks.of([("c", [sentence(1, words=12)]), ("d", ["the capital of France"])])))
     many = Marks.of([(f"r{i}", [f"{sentence(7)} {i}"]) for i in range(3)])
     assert not list(many.shared(Marks.of([("x", [sentence(7)])])))  # an instruction that all have
+    rest = [(f"o{i}", [sentence(100 + i)]) for i in range(40)]
+    passage = Marks.of(
+        [*((f"r{i}", [f"{sentence(7)} {i}"]) for i in range(3)), *rest]
+    )  # that three questions are about
+    assert [pair[1] for pair in passage.shared(Marks.of([("x", [sentence(7)])]))] == ["x"]
     assert check_overlap(a, Marks.of([]), "refuse") == []
 
 
