@@ -147,8 +147,15 @@ def test_a_run_makes_its_copy_once(bench, monkeypatch):
     assert bench.result["provenance"]["quantised"]["settings"]["group_size"] == 16
     (copy,) = (bench.root / "cache" / "quantised").iterdir()
     assert (copy / INDEX).is_file()
+    record = json.loads((copy / REPORT).read_text())
+    record["layers"][0]["notes"] = ["rounded to nearest"]
+    record["skipped"] = {"model.layers.0.mlp.up_proj": "overrides"}
+    (copy / REPORT).write_text(json.dumps(record))
     monkeypatch.setattr(quantised_folder, "write", lambda *_: pytest.fail("made again"))
     assert bench.run("quantization=rtn", "quantization.group_size=16", f"output={bench.root / 'again'}") == 0
+    again = json.loads((bench.root / "again" / "result.json").read_text())  # keras#23512: only rounded, and not said
+    said = again["provenance"]["quantised"]["warnings"]
+    assert said[-2:] == ["of 1 quantised layers: rounded to nearest", "1 layers are not quantised (overrides)"]
 
 
 def test_a_key_is_of_all_that_the_bytes_depend_on(bench, source, calibration):
