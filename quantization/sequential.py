@@ -27,9 +27,10 @@ class Stage(Protocol):
     def put(self, name: str, codes: Codes) -> None:
         """In place of the weight."""
 
-    def inputs(self) -> Iterator[Float[Tensor, "T K"]]:
+    def inputs(self, sink: float = 1.0) -> Iterator[Float[Tensor, "T K"]]:
         """What the layers read of the calibration text, a piece at a time; no padding is among it. A row that matters
-        w times as much as others is √w times as long."""
+        w times as much as others is √w times as long: the first of a text, by `sink`, where keys and values are made.
+        """
 
     def feasible(self, by: Float[Tensor, " K"]) -> Float[Tensor, " K"] | None:
         """The nearest scale that what feeds the layers can be divided by; None: it cannot be divided, by whatever."""
@@ -80,7 +81,8 @@ def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) 
             stage.scale(by)
     for stage, layers in chosen.items():
         reads = any(q.calibration is not None for q in layers.values())
-        seen = Inputs.of(stage.inputs()) if reads else None
+        sink = max((getattr(q, "sink", 1.0) for q in layers.values()), default=1.0)
+        seen = Inputs.of(stage.inputs(sink)) if reads else None
         for name, q in layers.items():
             weight = stage.weight(name)
             done = q.layer(weight, seen)

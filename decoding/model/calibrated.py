@@ -17,7 +17,6 @@ from .decoder import Block, angles
 from .reading import Weights
 
 _SIDE_BY_SIDE = 2048  # tokens of a forward pass
-_SINK = 32.0  # what the first token of a text weighs where its keys and values are made
 _LONGEST = 4.0  # times the usual row, the most that a row counts for where the MLP's product is read
 
 
@@ -183,15 +182,14 @@ class LayerStage:
         self.owner.codes[name] = codes
         self.owner.changed()
 
-    def inputs(self) -> Iterator[Float[Tensor, "T K"]]:
-        """Rows weighed by what hangs on them. Nearly all queries look at the first token of a text (arXiv:2309.17453),
-        which is one row of hundreds here: with the weight of one, its keys and values come out wrong, and that moves
-        every other token. And what the MLP multiplies is hundreds of times as long for a few tokens
-        (arXiv:2402.17762): their squares would be all that the layer is fitted to."""
+    def inputs(self, sink: float = 1.0) -> Iterator[Float[Tensor, "T K"]]:
+        """`sink`: what the first token of a text weighs where keys and values are made. What the MLP multiplies is
+        hundreds of times as long for a few tokens (arXiv:2402.17762): no row counts for more than `_LONGEST` usual
+        ones there, whose squares would be all that the layer is fitted to."""
         for passage, x in zip(self.owner.text, self.owner.inputs(self.product), strict=True):
-            if self.product == "qkv":
+            if self.product == "qkv" and sink != 1:
                 first = passage.rows.parents.to(x.device) < 0
-                x = torch.where(first[:, None], _SINK**0.5 * x, x)
+                x = torch.where(first[:, None], sink**0.5 * x, x)
             elif self.product == "down":
                 lengths = x.norm(dim=1, keepdim=True)
                 usual = lengths.median()

@@ -163,7 +163,7 @@ class Fixed:
     def put(self, name: str, codes: Codes) -> None:
         self.codes[name] = codes
 
-    def inputs(self):  # type: ignore[no-untyped-def]
+    def inputs(self, sink=1.0):  # type: ignore[no-untyped-def]
         yield self.x
 
     def feasible(self, by: Tensor) -> None:

@@ -36,6 +36,7 @@ class Recorder:
     overrides: ClassVar[dict] = {}
     calibration: ClassVar[Calibration] = Calibration()
     kind: ClassVar[str] = "recorder"
+    sink: ClassVar[float] = 32.0
 
     def check(self, shapes: object) -> list[str]:
         return []
@@ -76,7 +77,9 @@ def test_each_stage_reads_what_has_come_through_the_quantised_ones_before_it() -
                 for piece in PIECES:
                     model(torch.tensor([piece]))
             hook.remove()
-            if number < 3:  # where keys and values are made, the first token of a text weighs 32 times as much
+            if (
+                number < 3
+            ):  # as the recorder asks, where keys and values are made, the first token of a text weighs 32 times as much
                 for piece in fed:
                     piece[0] *= 32**0.5
             x = torch.cat(fed)

@@ -90,7 +90,7 @@ def test_what_the_layers_read_is_what_transformers_feeds_them(
         block = block_of(pair, layer, text)
         for stage in block.stages:
             for name in stage.names:
-                close(torch.cat(list(stage.inputs())), weighed(stage.product, seen[name]))
+                close(torch.cat(list(stage.inputs(32.0))), weighed(stage.product, seen[name]))
         block.advance()
 
 
@@ -151,7 +151,7 @@ def test_a_scale_that_is_moved_changes_nothing(pair: tuple[PreTrainedModel, Deco
     by = stage.feasible(draw)
     assert by is not None
     stage.scale(by)
-    close(torch.cat(list(stage.inputs())), fed / by)
+    close(torch.cat(list(stage.inputs(32.0))), fed / by)
     for name, weight in weights.items():
         assert torch.equal(stage.weight(name), weight * by)
     close(after(block), want)
