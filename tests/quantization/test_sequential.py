@@ -77,9 +77,7 @@ def test_each_stage_reads_what_has_come_through_the_quantised_ones_before_it() -
                 for piece in PIECES:
                     model(torch.tensor([piece]))
             hook.remove()
-            if (
-                number < 3
-            ):  # as the recorder asks, where keys and values are made, the first token of a text weighs 32 times as much
+            if number < 3:  # what the recorder asks for, where keys and values are made
                 for piece in fed:
                     piece[0] *= 32**0.5
             x = torch.cat(fed)

@@ -151,7 +151,7 @@ def test_a_scale_that_is_moved_changes_nothing(pair: tuple[PreTrainedModel, Deco
     by = stage.feasible(draw)
     assert by is not None
     stage.scale(by)
-    close(torch.cat(list(stage.inputs(32.0))), fed / by)
+    close(torch.cat(list(stage.inputs())), fed / by)
     for name, weight in weights.items():
         assert torch.equal(stage.weight(name), weight * by)
     close(after(block), want)
