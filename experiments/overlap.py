@@ -70,9 +70,17 @@ def judging(items: Iterable[Item], tasks: Mapping[str, Any]) -> Marks:
     """Of the rows that a run decodes, and of those that lm-eval's tasks ask."""
     prompts = ((item.id, [m.content for m in item.opening] + [*item.later, *texts_in(item.gold)]) for item in items)
     asked = (
-        (f"{name} {i}", list(texts_in(doc))) for name, task in tasks.items() for i, doc in enumerate(task.eval_docs)
+        (f"{name} {i}", list(texts_in(_fields(task, doc))))
+        for name, task in tasks.items()
+        for i, doc in enumerate(task.eval_docs)
     )
     return Marks.of(chain(prompts, asked))
+
+
+def _fields(task: Any, doc: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document's own; a file's row goes through lm-eval as one text, within which no short one is a whole."""
+    own = getattr(task, "own", None)
+    return doc if own is None else own.question(doc).row.fields
 
 
 def check_overlap(calibrated: Marks, judged: Marks, how: Overlap) -> list[str]:

@@ -13,7 +13,7 @@ from decodelab.errors import UserError
 from decodelab.experiments import quantised_folder
 from decodelab.experiments.calibration import draw, load_calibration
 from decodelab.experiments.cli import main
-from decodelab.experiments.overlap import Marks, check_overlap
+from decodelab.experiments.overlap import Marks, check_overlap, judging
 from decodelab.experiments.quantised_folder import INDEX, REPORT, STATE, write
 from decodelab.experiments.quantising import plan
 from decodelab.quantization.formats import NATIVE
@@ -202,6 +202,19 @@ def test_texts_are_the_same_by_thirteen_words_or_as_a_whole():
     )  # that three questions are about
     assert [pair[1] for pair in passage.shared(Marks.of([("x", [sentence(7)])]))] == ["x"]
     assert check_overlap(a, Marks.of([]), "refuse") == []
+
+
+def test_short_questions_of_a_file_are_known(tmp_path):
+    """lm-eval is handed a row as one text, in which a short question is no whole."""
+    pytest.importorskip("lm_eval")
+    from decodelab.experiments.quality.settings import QualitySettings, TaskSpec
+    from decodelab.experiments.quality.tasks import build_tasks
+
+    question = "What is the capital of France?"
+    (tmp_path / "my.jsonl").write_text(json.dumps({"question": question, "answer": "Paris"}) + "\n")
+    tasks = build_tasks(QualitySettings(tasks=(TaskSpec(str(tmp_path / "my.jsonl")),)), None, ())
+    calibrated = Marks.of([("calibration.jsonl:1", [question])])
+    assert [pair[1] for pair in calibrated.shared(judging([], tasks))] == ["my 0"]
 
 
 def test_rows_that_were_not_drawn_are_not_counted(source, calibration):
