@@ -132,6 +132,11 @@ def settings_of(settings: Any, name: str) -> Any:
     if not isinstance(found, Mapping) or (unknown := [key for key in found if key not in keys]):
         said = f"has {unknown[0]}" if isinstance(found, Mapping) else f"is {found!r}"
         raise UserError(f"quantization.overrides of {name} {said}: give none, or a mapping of {', '.join(keys)}")
+    for key, value in found.items():
+        now = getattr(settings, key)
+        if type(value) is not type(now) and now is not None:
+            kind = {bool: "true or false", int: "a whole number", str: "a name"}[type(now)]
+            raise UserError(f"quantization.overrides of {pattern}: {key} must be {kind}, got {value!r}")
     return replace(settings, **found, overrides={}) if found else settings
 
 

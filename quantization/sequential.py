@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..errors import UserError
 from .codes import Codes
 from .quantiser import Inputs, Quantiser, Scales
 
@@ -85,6 +86,8 @@ def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) 
         seen = Inputs.of(stage.inputs(sink)) if reads else None
         for name, q in layers.items():
             weight = stage.weight(name)
+            if not bool(weight.isfinite().all()):
+                raise UserError(f"{name}.weight is not finite: the checkpoint is corrupt; fetch it again")
             done = q.layer(weight, seen)
             stage.put(name, done.codes)
             error = output_error(weight, done.codes, seen)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from decodelab.decoding.model.calibrated import CalibratedBlock, passages
 from decodelab.decoding.model.config import ModelConfig
+from decodelab.errors import UserError
 from decodelab.quantization.codes import Scheme
 from decodelab.quantization.grid import Grid, round_to_nearest
-from decodelab.quantization.quantiser import Calibration, Inputs, Quantised, Quantiser
+from decodelab.quantization.quantiser import Calibration, Inputs, Quantised, Quantiser, settings_of
 from decodelab.quantization.rtn import RTN
 from decodelab.quantization.sequential import output_error, quantise
 from decodelab.tests.decoding.model.checkpoints import tiny_model
@@ -96,6 +97,22 @@ def test_nothing_is_read_for_who_needs_nothing(monkeypatch: pytest.MonkeyPatch) 
     reports = list(quantise(block, {name: RTN() for name in names(block)}))
     assert [report.name.split(".", 3)[-1] for report in reports] == ORDER
     assert all(report.error > 0 for report in reports)
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    block, _ = blocks()
+    block.tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is not finite: the checkpoint"):
+        list(quantise(block, {name: RTN() for name in names(block)}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [("symmetric", "false", "true or false"), ("bits", "four", "a whole number"), ("bits", 4.0, "a whole number")],
+)
+def test_overrides_of_another_type_are_refused(key: str, value: object, wanted: str) -> None:
+    with pytest.raises(UserError, match=rf"overrides of \*v_proj: {key} must be {wanted}, got {value!r}"):
+        settings_of(RTN(overrides={"*v_proj": {key: value}}), "model.layers.0.self_attn.v_proj")
 
 
 def test_layers_without_settings_stay() -> None:
