@@ -17,7 +17,6 @@ from .decoder import Block, angles
 from .reading import Weights
 
 _SIDE_BY_SIDE = 2048  # tokens of a forward pass
-_LONGEST = 4.0  # times the usual row, the most that a row counts for where the MLP's product is read
 
 
 @dataclass(slots=True)
@@ -183,18 +182,11 @@ class LayerStage:
         self.owner.changed()
 
     def inputs(self, sink: float = 1.0) -> Iterator[Float[Tensor, "T K"]]:
-        """`sink`: what the first token of a text weighs where keys and values are made. What the MLP multiplies is
-        hundreds of times as long for a few tokens (arXiv:2402.17762): no row counts for more than `_LONGEST` usual
-        ones there, whose squares would be all that the layer is fitted to."""
+        """`sink`: what the first token of a text weighs where keys and values are made."""
         for passage, x in zip(self.owner.text, self.owner.inputs(self.product), strict=True):
             if self.product == "qkv" and sink != 1:
                 first = passage.rows.parents.to(x.device) < 0
                 x = torch.where(first[:, None], sink**0.5 * x, x)
-            elif self.product == "down":
-                lengths = x.norm(dim=1, keepdim=True)
-                usual = lengths.median()
-                longest = torch.where(usual > 0, _LONGEST * usual, torch.inf)
-                x = torch.where(lengths > longest, x * (longest / lengths), x)
             yield x
 
     def feasible(self, by: Float[Tensor, " K"]) -> Float[Tensor, " K"] | None:

@@ -16,7 +16,7 @@ from decodelab.attention.rows import Rows, chains
 from decodelab.decoding.model.decoder import Block, Decoder
 from decodelab.kernels.verify_attention import row_invariant
 from decodelab.testing import tiny_decoder
-from decodelab.tests.attention.test_cache import LAYERS, LAYOUT, Listed, operate, stage, write
+from decodelab.tests.attention.caches import LAYERS, LAYOUT, Listed, operate, stage, write
 from decodelab.tests.enumeration import unchecked
 
 PROMPT = [(7 * i) % 61 for i in range(90)]

@@ -11,7 +11,7 @@ from decodelab.attention.paged import SPARE, PagedCache
 from decodelab.attention.rows import Rows, chains
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.errors import UserError
-from decodelab.tests.attention.test_cache import LAYERS, LAYOUT, Listed, stage, write
+from decodelab.tests.attention.caches import LAYERS, LAYOUT, Listed, stage, write
 from decodelab.tests.tiny import tiny_decoder
 
 

@@ -32,7 +32,7 @@ def step(
     """A chain of `depth` of which `accepted` were kept; `seconds`: draft, verify, accept, commit, other."""
     drafted = depth if drafted is None else drafted
     nobody = ((),) * len(sources)
-    made = Step(0, 0, batch, drafted, 1 + drafted, depth, accepted, 0, sources, nobody, 0, 0, 0.0, *seconds)
+    made = Step(0, 0, batch, drafted, 1 + drafted, depth, accepted, 0, sources, nobody, 0, 0, None, 0.0, *seconds)
     made.emitted = accepted + 1 if emitted is None else emitted
     return made
 

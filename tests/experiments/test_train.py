@@ -222,7 +222,7 @@ def test_it_needs_an_answer_to_be_judged_by(
         found = of(*args)
         requests = [replace(a.request, stop=replace(a.request.stop, max_new_tokens=1)) for a in found.held]
         held = [replace(a, tokens=a.tokens[:1], request=r) for a, r in zip(found.held, requests, strict=True)]
-        return replace(found, held=held)
+        return replace(found, held=held, judged=())
 
     monkeypatch.setattr(job.Lessons, "of", short)
     monkeypatch.setattr(job, "draft_cost", lambda *args, **keys: DraftCost(0.0, 0.0, 0.0))
