@@ -10,6 +10,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTraine
 
 from decodelab.attention.layout import LayerKV, Layout
 from decodelab.attention.rows import chains
+from decodelab.decoding.model import calibrated
 from decodelab.decoding.model.calibrated import CalibratedBlock, LayerStage, Passage, passages
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
