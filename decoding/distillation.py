@@ -410,17 +410,19 @@ class TrainStudent:
         seed: int,
         start: Mapping[str, Tensor] | None,
     ) -> "StudentLearner":
-        return StudentLearner(Distillation(self.loss, target, self.student.build(source, target, seed, start)))
+        built = self.student.build(source, target, seed, start)
+        return StudentLearner(self.kind, Distillation(self.loss, target, built))
 
 
 @dataclass(frozen=True)
 class StudentLearner:
-    """The student, judged by how far it is from its teacher."""
+    """The student, judged by how far it is from its teacher. `kind`: of the training, for what is saved."""
 
+    kind: str
     objective: Distillation
 
     def score(self, texts: Sequence[Text]) -> Score:
         return self.objective.score(texts)
 
     def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:
-        self.objective.save(folder, source, TrainStudent.kind, about)
+        self.objective.save(folder, source, self.kind, about)

@@ -7,8 +7,7 @@ of a language model, with a thousand times as many).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,13 @@ from ..attention.conversion import ConvertedTensors, converts, impossible
 from ..attention.layout import Layout
 from ..attention.options import Attention
 from ..errors import UserError
-from .distillation import Distance, Distillation
+from .distillation import Distance, Distillation, StudentLearner
 from .model.config import ModelConfig, with_layout
 from .model.decoder import Decoder
 from .model.differentiable import Passed, forward
 from .model.source import Source
 from .model.weights import shapes_of
-from .training import Schedule, Score, Text
+from .training import Schedule, Text
 
 Parts = Literal["kv", "attention", "all"]
 _PARTS: Mapping[str, tuple[str, ...]] = {
@@ -113,19 +112,6 @@ class TrainKV:
         texts: Sequence[Text],
         seed: int,
         start: Mapping[str, Tensor] | None,
-    ) -> "KVLearner":
+    ) -> StudentLearner:
         student = ConvertedStudent(source, self.layout(source), self.parts, target.device)
-        return KVLearner(Distillation(self.loss, target, student, hidden=self.hidden))
-
-
-@dataclass(frozen=True)
-class KVLearner:
-    """The converted model, judged by how far it is from what it was."""
-
-    objective: Distillation
-
-    def score(self, texts: Sequence[Text]) -> Score:
-        return self.objective.score(texts)
-
-    def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:
-        self.objective.save(folder, source, TrainKV.kind, about)
+        return StudentLearner(self.kind, Distillation(self.loss, target, student, hidden=self.hidden))

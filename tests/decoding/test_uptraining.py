@@ -12,12 +12,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from decodelab.attention.options import GQA, MHA, MQA, Attention, CrossLayer, LowBits, Native, Window
-from decodelab.decoding.distillation import Distance
+from decodelab.decoding.distillation import Distance, StudentLearner
 from decodelab.decoding.model.config import LAYOUT, ModelConfig, with_layout
 from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import ModelSpec, open_source
 from decodelab.decoding.training import Schedule, Score, train
-from decodelab.decoding.uptraining import KVLearner, TrainKV
+from decodelab.decoding.uptraining import TrainKV
 from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_model
 from decodelab.tests.enumeration import unchecked
@@ -29,13 +29,13 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     unchecked(monkeypatch)
 
 
-def learner(attention: Attention, **keys: Any) -> KVLearner:
+def learner(attention: Attention, **keys: Any) -> StudentLearner:
     settings = TrainKV(attention, loss=Distance(rows=None), schedule=Schedule(longest=64), **keys)
     settings.check(taught_source())
     return settings.learner(taught_source(), taught(), (), 0, None)
 
 
-def learn(made: KVLearner, folder: Path) -> None:
+def learn(made: StudentLearner, folder: Path) -> None:
     train(
         made.objective,
         said(32),
