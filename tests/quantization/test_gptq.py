@@ -91,6 +91,16 @@ def test_each_column_is_rounded_where_the_output_loses_least(K, keys, act_order,
     torch.testing.assert_close(made.codes.dequantise(torch.float64), wanted, rtol=0, atol=1e-12)
 
 
+def test_a_heavy_last_group_that_is_shorter_stays_last():
+    weight, x = problem(8, 44)
+    x[:, 32:] *= 10
+    seen = Inputs.of([x])
+    settings = GPTQ(group_size=16, act_order="groups", static_groups=False, block_size=8)
+    wanted, _ = brain_surgeon(weight, seen.hessian, settings)
+    made = settings.layer(weight, seen).codes.dequantise().double()
+    assert torch.allclose(made, wanted, atol=1e-5)
+
+
 def test_a_code_stays_within_its_bits():
     """What corrections carry over an end of the range stays at that end (GPTQModel#2963)."""
     weight, x = problem(8, 16)

@@ -87,3 +87,10 @@ def test_codes_are_the_nearest_by_the_scale_that_is_stored(rng: torch.Generator)
 def test_other_grids_are_refused(bits: int, size: int, told: str) -> None:
     with pytest.raises(UserError, match=f"^{told}$"):
         check_grid(bits, size)
+
+
+def test_small_weights_keep_their_eight_bits(rng: torch.Generator) -> None:
+    """A scale below float16's least normal number, 6.1e-5, is stored all the same."""
+    weight = 0.001 * torch.randn(16, 256, generator=rng)
+    back = round_to_nearest(weight, Grid(8, -1, symmetric=True)).dequantise()
+    assert float((back - weight).norm() / weight.norm()) < 0.01
