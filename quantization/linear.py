@@ -44,7 +44,7 @@ class QuantisedLinear(nn.Module):
             case w8.Packed():
                 return f"{about} (int8pack, prefill dequantised)"
             case w8.PackedRounded():
-                return f"{about} (_int_mm)"
+                return f"{about} (onednn)"
         assert self.whole is not None
         return f"{about} dequantised ({self.whole.implementation})"
 

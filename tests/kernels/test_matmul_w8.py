@@ -116,8 +116,8 @@ def test_the_greatest_sums_are_exact() -> None:
 
 
 def test_a_product_of_integers_that_saturates_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(-(2**20), 2**20))
+    exact = cpu._scaled_sums
+    monkeypatch.setattr(cpu, "_scaled_sums", lambda *parts: exact(*parts).clamp(-(2**20), 2**20))
     cpu._exact.cache_clear()
     try:
         assert cpu.pack_rounded(torch.ones(3, 512, dtype=torch.int8), torch.ones(3)) is None
