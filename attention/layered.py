@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.verify_attention import BLOCK, padded_keys
-from .cache import Part, Placement, place, rounded
+from .book import Book, Part, Placement
+from .cache import rounded
 from .kept import KeptRows
 from .layout import LayerKV, Layout, Sight
-from .rows import Rows, segments
+from .rows import Rows
 
 _STAGING = 64  # rows: staging grows in steps of it, and shrinks to it once a prompt is committed
 
@@ -44,18 +45,13 @@ class LayeredCache:
     ) -> None:
         self.layout, self.capacity, self.device = layout, rounded(capacity), torch.device(device)
         self._dtype, self._sequences = dtype, sequences
-        self._sights = dict.fromkeys(layer.sight for layer in layout.layers)
+        self._book = Book(layout, self.capacity, self.device, sequences)
         self._kept = {
             owner: KeptRows(
                 sequences * one.held(self.capacity), one.kv_heads, layout.head_dim, one.bits, dtype, self.device
             )
             for owner, one in self._owners
         }
-        self._free = list(range(sequences))[::-1]
-        self._stale: set[int] = set()  # free, and holding what another request left
-        self._length: dict[int, int] = {}
-        self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in order
-        self._parents: list[int] = []  # of all staged rows
         self._staging, self._prompted = 0, False  # rows that there is room for; whether long chains are among them
         self._looks: dict[tuple[int, Sight], _Look] = {}  # as of the sequence's last forward
 
@@ -64,36 +60,25 @@ class LayeredCache:
         return [(owner, self.layout.layers[owner]) for owner in self.layout.owners]
 
     def open(self) -> int:
-        if not self._free:
-            raise ValueError(f"all {len(self._length)} sequences of the cache are in use; free one first")
-        sequence = self._free.pop()
-        if sequence in self._stale:
-            self._stale.remove(sequence)
+        sequence, again = self._book.open()
+        if again:
             for owner, one in self._owners:
                 held = one.held(self.capacity)
                 self._kept[owner].clear(slice(sequence * held, (sequence + 1) * held))
-        self._length[sequence], self._staged_of[sequence] = 0, []
         return sequence
 
     def free(self, sequence: int) -> None:
-        if self._staged_of[sequence]:
-            raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is freed")
-        del self._length[sequence], self._staged_of[sequence]
-        self._free.append(sequence)
-        self._stale.add(sequence)
+        self._book.free(sequence)
 
     def length(self, sequence: int) -> int:
-        """Committed rows."""
-        return self._length[sequence]
+        return self._book.length(sequence)
 
     def room(self, sequence: int) -> int:
-        """Rows that may still be staged."""
-        return self.capacity - self._length[sequence] - len(self._staged_of[sequence])
+        return self._book.room(sequence)
 
     @property
     def staged(self) -> int:
-        """Rows staged since the last commit, over all sequences."""
-        return len(self._parents)
+        return self._book.staged
 
     @property
     def nbytes(self) -> int:
@@ -109,33 +94,14 @@ class LayeredCache:
         return self._sequences * self.layout.sequence_bytes(self.capacity, self._dtype.itemsize)
 
     def stage(self, rows: Rows) -> Placement:
-        if rows.first != self.staged:
-            raise ValueError(f"rows are numbered from {rows.first}, but {self.staged} rows are staged")
-        runs = segments(rows.sequence)
-        for sequence, a, b in runs:  # all or nothing: check before anything is recorded
-            if b - a > self.room(sequence):
-                raise ValueError(
-                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for "
-                    f"{self.room(sequence)} of {self.capacity}; open it with prompt + max_new_tokens + the draft's rows"
-                )
-        self._parents += rows.parents.tolist()
+        placement = self._book.stage(rows, self._book.runs(rows), self._filled)
         if self.staged > self._staging:
             self._resize(-(-self.staged // _STAGING) * _STAGING)
-        parts, positions = [], np.empty(len(rows), dtype=np.int64)
-        for sequence, a, b in runs:
-            mine, committed = self._staged_of[sequence], self._length[sequence]
-            mine += range(rows.first + a, rows.first + b)
-
-            def shown(sight: Sight, committed: int = committed) -> np.ndarray:
-                return self._shown(sight, committed, whole_blocks=True)
-
-            part, at = place(rows, sequence, a, b, committed, mine, self._parents, self._sights, self.device, shown)
-            for sight in self._sights:
-                self._looks[sequence, sight] = self._look(sight, part, committed, mine)
-            parts.append(part)
-            positions[a:b] = at
+        for part in placement.parts:
+            for sight in self._book.sights:
+                self._looks[part.sequence, sight] = self._look(sight, part)
             self._prompted |= part.causal
-        return Placement(torch.from_numpy(positions).to(self.device), tuple(parts))
+        return placement
 
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
@@ -147,7 +113,7 @@ class LayeredCache:
         return self._kept[one.owner].get(self._looks[part.sequence, one.sight].at)
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
-        for sight in self._sights:
+        for sight in self._book.sights:
             moves = [self._moves(sight, sequence, kept) for sequence, kept in keep.items()]
             source, to = (list(chain(*(move[i] for move in moves))) for i in (0, 1))
             if source != to:
@@ -155,15 +121,14 @@ class LayeredCache:
                 for owner, one in self._owners:
                     if one.sight == sight:
                         self._kept[owner].move(*at)
-        for sequence, kept in keep.items():
-            self._length[sequence] += len(kept)
-        self.drop()
+        self._book.commit(keep)
+        self._shrink()
 
     def drop(self) -> None:
-        """Forget every staged row."""
-        self._parents.clear()
-        for mine in self._staged_of.values():
-            mine.clear()
+        self._book.drop()
+        self._shrink()
+
+    def _shrink(self) -> None:
         if self._prompted:
             self._resize(_STAGING)
             self._prompted = False
@@ -194,6 +159,9 @@ class LayeredCache:
             positions = np.where(positions < sink, positions.clip(0), sink + (positions - sink) % window)
         return sequence * self._held(sight) + positions
 
+    def _filled(self, sight: Sight, committed: int) -> np.ndarray:
+        return self._shown(sight, committed, whole_blocks=True)
+
     def _shown(self, sight: Sight, committed: int, whole_blocks: bool) -> np.ndarray:
         """The positions of the committed rows that a view begins with; −1: none, `whole_blocks` are filled with it."""
         window, sink = sight
@@ -208,12 +176,13 @@ class LayeredCache:
         gaps = -(-sink // BLOCK) * BLOCK - len(first), since % BLOCK
         return np.concatenate([first, np.full(sum(gaps), -1), last])
 
-    def _look(self, sight: Sight, part: Part, committed: int, mine: Sequence[int]) -> _Look:
+    def _look(self, sight: Sight, part: Part) -> _Look:
         count = part.stop - part.first
         if not self._is_ring(sight):
             start = part.sequence * self.capacity
             return _Look(slice(start, start + part.keys), slice(start + part.slot, start + part.slot + count))
-        before = self._shown(sight, committed, whole_blocks=not part.causal)
+        mine = self._book.staged_of(part.sequence)
+        before = self._shown(sight, self.length(part.sequence), whole_blocks=not part.causal)
         at = [*self._slots(sight, part.sequence, before).tolist(), *(self._committed(sight) + n for n in mine)]
         if not part.causal:  # what is blocked is multiplied by 0, which a NaN survives: any row of its own will do
             at += [at[-1]] * (padded_keys(len(at)) - len(at))
@@ -223,7 +192,7 @@ class LayeredCache:
 
     def _moves(self, sight: Sight, sequence: int, kept: Sequence[int]) -> tuple[list[int], list[int]]:
         """(slots of the kept rows that the layers will see again, where those go)."""
-        start, window, sink = self._length[sequence], *sight
+        start, window, sink = self.length(sequence), *sight
         positions = np.arange(start, start + len(kept))
         if self._is_ring(sight):
             assert window is not None
@@ -231,8 +200,8 @@ class LayeredCache:
             lasting = (positions < sink) | (positions >= start + len(kept) - window)
             source, positions = source[lasting], positions[lasting]
         else:
-            local = {number: i for i, number in enumerate(self._staged_of[sequence])}
-            source = self._slots(sight, sequence, start + np.array([local[n] for n in kept], dtype=np.int64))
+            places = np.array(self._book.places(sequence, kept), dtype=np.int64)
+            source = self._slots(sight, sequence, start + places)
         return source.tolist(), self._slots(sight, sequence, positions).tolist()
 
     def _tensor(self, slots: Sequence[int]) -> Int[Tensor, " n"]:

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .cache import Part, Placement, place
+from .book import Book, Part, Placement
 from .kept import KeptRows
 from .layout import Layout
 from .pages import Pages
-from .rows import Rows, segments
+from .rows import Rows
 
 SPARE = 4  # times what is needed: so much a pool that shares keeps, where its size is not given
 
@@ -37,23 +36,25 @@ class PagedCache:
     ) -> None:
         self.layout, self.device, self._dtype = layout, torch.device(device), dtype
         self.pages = Pages(blocks or 0, size, share=share)
-        self.capacity = 0  # positions that a sequence may reach
         self.peak = 0  # blocks used at most
         self._grows = blocks is None
-        self._sights = dict.fromkeys(layer.sight for layer in layout.layers)
+        self._book = Book(layout, 0, self.device)
         each = {owner: layout.layers[owner] for owner in layout.owners}
         self._kept = {
             owner: KeptRows(self.slots, layer.kv_heads, layout.head_dim, layer.bits, dtype, self.device)
             for owner, layer in each.items()
         }
-        self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in order
         self._tokens: list[int] = []  # of all staged rows
-        self._parents: list[int] = []
         self._at: dict[int, Int[Tensor, " S"]] = {}  # the slots of a sequence's rows, as of its last forward
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence may have."""
+        return self._book.capacity
 
     def reserve(self, sequences: int, capacity: int) -> None:
         """Room for so many sequences of so many rows, where the size of the pool is not given."""
-        self.capacity = max(self.capacity, capacity)
+        self._book.capacity = max(self.capacity, capacity)
         needed = sequences * -(-capacity // self.pages.size) * (SPARE if self.pages.share else 1)
         if self._grows and needed > self.pages.total:
             self.pages.grow(needed)
@@ -61,39 +62,38 @@ class PagedCache:
                 kept.resize(self.slots)
 
     def open(self) -> int:
-        sequence = self.pages.open()
-        self._staged_of[sequence] = []
+        sequence, _ = self._book.open()
+        self.pages.open(sequence)
         return sequence
 
     def adopt(self, sequence: int, prompt: Sequence[int]) -> int:
         """How many tokens of its prompt are committed to an empty sequence, because they are there already; the last
         one never is, since it is computed for its logits."""
-        return self.pages.adopt(sequence, prompt)
+        found = self.pages.adopt(sequence, prompt)
+        self._book.extend(sequence, found)
+        return found
 
     def fork(self, sequence: int) -> int:
         """Another sequence with the same committed rows; a block is copied once one of them writes to it."""
-        child = self.pages.fork(sequence)
-        self._staged_of[child] = []
+        child = self._book.fork(sequence)
+        self.pages.fork(sequence, child)
         return child
 
     def free(self, sequence: int) -> None:
+        self._book.free(sequence)
         self.pages.free(sequence)
-        del self._staged_of[sequence]
         self._at.pop(sequence, None)
 
     def length(self, sequence: int) -> int:
-        """Committed rows."""
-        return self.pages.length(sequence)
+        return self._book.length(sequence)
 
     def room(self, sequence: int) -> int:
         """Rows that may still be staged, whatever the other sequences take of what is left."""
-        rows = self.pages.length(sequence) + self.pages.staged(sequence)
-        return min(self.capacity - rows, self.pages.room(sequence))
+        return min(self._book.room(sequence), self.pages.room(sequence))
 
     @property
     def staged(self) -> int:
-        """Rows staged since the last commit, over all sequences."""
-        return len(self._parents)
+        return self._book.staged
 
     @property
     def nbytes(self) -> int:
@@ -109,34 +109,18 @@ class PagedCache:
         return self.layout.bytes_per_token(self._dtype.itemsize) * self.slots
 
     def stage(self, rows: Rows) -> Placement:
-        if rows.first != self.staged:
-            raise ValueError(f"rows are numbered from {rows.first}, but {self.staged} rows are staged")
-        runs = segments(rows.sequence)
-        for sequence, a, b in runs:  # all or nothing: check before anything is recorded
-            rest = self.capacity - self.pages.length(sequence) - self.pages.staged(sequence)
-            if b - a > rest:
-                raise ValueError(
-                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for {rest} of "
-                    f"{self.capacity}; reserve prompt + max_new_tokens + the draft's rows"
-                )
+        runs = self._book.runs(rows)
         copies = self.pages.stage({sequence: b - a for sequence, a, b in runs})
         if copies:
             self._move(*(self._slots_of([pair[i] for pair in copies]) for i in (0, 1)))
         self.peak = max(self.peak, self.pages.used)
-        self._parents += rows.parents.tolist()
         self._tokens += rows.tokens.tolist()
-        parts, positions = [], np.empty(len(rows), dtype=np.int64)
-        for sequence, a, b in runs:
-            mine = self._staged_of[sequence]
-            mine += range(rows.first + a, rows.first + b)
-            committed = self.pages.length(sequence)
-            part, at = place(rows, sequence, a, b, committed, mine, self._parents, self._sights, self.device)
-            slots = self._slots_of(self.pages.table(sequence))[: part.slot + b - a]
+        placement = self._book.stage(rows, runs)
+        for part in placement.parts:
+            slots = self._slots_of(self.pages.table(part.sequence))[: part.slot + part.stop - part.first]
             # what is handed in for the sake of sums alone is blocked, and so may be any row that is written
-            self._at[sequence] = torch.cat([slots, slots[:1].expand(part.keys - len(slots))])
-            parts.append(part)
-            positions[a:b] = at
-        return Placement(torch.from_numpy(positions).to(self.device), tuple(parts))
+            self._at[part.sequence] = torch.cat([slots, slots[:1].expand(part.keys - len(slots))])
+        return placement
 
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
@@ -149,22 +133,21 @@ class PagedCache:
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sequence, kept in keep.items():
-            local = {number: i for i, number in enumerate(self._staged_of[sequence])}
-            source = [local[number] for number in kept]
-            start = self.pages.length(sequence)
+            source = self._book.places(sequence, kept)
             if source != list(range(len(source))):
-                at = self._at[sequence]
+                start, at = self.length(sequence), self._at[sequence]
                 self._move(at[torch.tensor(source, device=self.device) + start], at[start : start + len(source)])
             self.pages.commit(sequence, [self._tokens[number] for number in kept])
-        self.drop()
+        self._book.commit(keep)
+        self._forget()
 
     def drop(self) -> None:
-        """Forget every staged row."""
+        self._book.drop()
+        self._forget()
+
+    def _forget(self) -> None:
         self.pages.drop()
-        self._parents.clear()
         self._tokens.clear()
-        for mine in self._staged_of.values():
-            mine.clear()
 
     def _slots_of(self, blocks: Sequence[int]) -> Int[Tensor, " S"]:
         """Of the blocks' tokens. int64: a block's number times its bytes is past 2³¹ in a large pool."""

@@ -38,7 +38,6 @@ class Pages:
         self._free = list(range(total))[::-1]
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._tables: dict[int, _Table] = {}
-        self._closed: list[int] = []  # numbers of sequences that may be given again
 
     @property
     def total(self) -> int:
@@ -83,10 +82,9 @@ class Pages:
         self._free[:0] = range(self.total, total)[::-1]
         self._refs += [0] * (total - self.total)
 
-    def open(self) -> int:
-        sequence = self._closed.pop() if self._closed else len(self._tables)
+    def open(self, sequence: int) -> None:
+        """Under a number of the caller's."""
         self._tables[sequence] = _Table()
-        return sequence
 
     def adopt(self, sequence: int, prompt: Sequence[int]) -> int:
         """Give an empty sequence the published blocks that hold the beginning of a prompt. How many of its tokens are
@@ -170,16 +168,14 @@ class Pages:
                 table.staged = 0
                 self._trim(table, len(table.tokens))
 
-    def fork(self, sequence: int) -> int:
-        """Another sequence with the same committed rows, in the same blocks until one of them writes."""
+    def fork(self, sequence: int, child: int) -> None:
+        """Open another sequence with the same committed rows, in the same blocks until one of them writes."""
         parent = self._tables[sequence]
         if parent.staged:
             raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is forked")
-        child = self.open()
         for block in parent.blocks:
             self._refs[block] += 1
         self._tables[child] = _Table(list(parent.blocks), list(parent.tokens), 0, list(parent.digests))
-        return child
 
     def free(self, sequence: int) -> None:
         table = self._tables[sequence]
@@ -187,7 +183,6 @@ class Pages:
             raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is freed")
         self._trim(table, 0)
         del self._tables[sequence]
-        self._closed.append(sequence)
 
     def forget(self) -> None:
         """Nothing is published any more."""

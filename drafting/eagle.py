@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention.cache import Cache, DenseCache, Placement
+from ..attention.book import Placement
+from ..attention.cache import Cache, DenseCache
 from ..attention.layout import FULL
 from ..attention.rows import Rows, chains
 from ..decoding.draft import EMPTY, Draft, Drafter, Gives, Needs, Opened, Resources, Room, Seen, tree

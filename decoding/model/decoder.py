@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ...attention.cache import Cache, DenseCache, Placement
+from ...attention.book import Placement
+from ...attention.cache import Cache, DenseCache
 from ...attention.kept import spread
 from ...attention.layered import LayeredCache
 from ...attention.paged import PagedCache

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decodelab.attention.cache import Cache, DenseCache, Part
+from decodelab.attention.book import Part
+from decodelab.attention.cache import Cache, DenseCache
 from decodelab.attention.layered import LayeredCache
 from decodelab.attention.layout import LayerKV, Layout
+from decodelab.attention.paged import PagedCache
 from decodelab.attention.rows import Rows
 
 LAYOUT = Layout(
@@ -92,28 +94,26 @@ def stage(cache: Cache, listed: Listed, rows: Rows) -> None:
             assert int(place.positions[i]) == len(listed.committed[part.sequence]) + depth
 
 
-def operate(cache: DenseCache | LayeredCache) -> None:
-    """On three sequences."""
-    rng, listed = random.Random(0), Listed()
-    longest = 0
-    for _ in range(400):
-        match rng.choice(
-            ["open", "stage", "stage", "stage", "commit", "commit", "drop"] + ["free"] * (rng.random() < 0.2)
-        ):
+def operate(cache: DenseCache | LayeredCache | PagedCache, seed: int = 0) -> None:
+    """Random operations on three sequences, and forks and a full pool where there are pages."""
+    rng, listed, kind = random.Random(seed), Listed(), torch.tensor
+    pages = cache.pages if isinstance(cache, PagedCache) else None
+    forks, full, longest = 0, 0, 0
+    for _ in range(300):
+        match rng.choice(["open", *["stage"] * 3, "commit", "commit", "drop", "fork", "free"]):
             case "open" if len(listed.committed) < 3:
                 listed.committed[cache.open()] = []
             case "stage" if listed.committed:
-                first, tokens, parents, owner = len(listed.staged), 0, [], []
+                first, parents, owner = len(listed.staged), [], []
                 for sequence in rng.sample(sorted(listed.committed), rng.randrange(1, len(listed.committed) + 1)):
-                    for _ in range(min(rng.randrange(1, 6), cache.room(sequence) - owner.count(sequence))):
+                    full += not cache.room(sequence)
+                    for _ in range(min(rng.randrange(1, 9), cache.room(sequence))):
                         earlier = [i for i, (_, _, s) in enumerate(listed.staged) if s == sequence]
                         mine = [first + i for i, s in enumerate(owner) if s == sequence]
                         parents.append(rng.choice([-1, *earlier, *mine]))
                         owner.append(sequence)
-                        tokens += 1
-                if tokens:
-                    kind = torch.tensor
-                    stage(cache, listed, Rows(kind([0] * tokens), kind(parents), kind(owner), chain=False, first=first))
+                if owner:
+                    stage(cache, listed, Rows(kind([0] * len(owner)), kind(parents), kind(owner), False, first))
             case "commit":
                 keep = {}
                 for sequence in listed.committed:
@@ -127,13 +127,26 @@ def operate(cache: DenseCache | LayeredCache) -> None:
             case "drop":
                 cache.drop()
                 listed.staged.clear()
-            case "free" if listed.committed and not listed.staged:
+            case "fork" if isinstance(cache, PagedCache) and 0 < len(listed.committed) < 3 and not listed.staged:
+                sequence = rng.choice(sorted(listed.committed))
+                listed.committed[cache.fork(sequence)] = list(listed.committed[sequence])
+                forks += 1
+            case "free" if listed.committed and not listed.staged and rng.random() < 0.4:
                 sequence = rng.choice(sorted(listed.committed))
                 cache.free(sequence)
                 del listed.committed[sequence]
         assert cache.staged == len(listed.staged)
         for sequence, marks in listed.committed.items():
-            mine = sum(s == sequence for _, _, s in listed.staged)
-            assert (cache.length(sequence), cache.room(sequence)) == (len(marks), cache.capacity - len(marks) - mine)
+            staged = sum(s == sequence for _, _, s in listed.staged)
+            assert cache.length(sequence) == len(marks)
+            room = cache.capacity - len(marks) - staged
+            if pages is None:
+                assert cache.room(sequence) == room
+            else:
+                assert cache.room(sequence) == min(room, pages.room(sequence))
+                assert (pages.length(sequence), pages.staged(sequence)) == (len(marks), staged)
             longest = max(longest, len(marks))
-    assert longest > 50
+        if pages is not None:
+            pages.check()
+    assert longest > 30
+    assert pages is None or (forks > 3 and full)

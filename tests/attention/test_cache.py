@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from decodelab.attention.cache import LONG_CHAIN, Cache, DenseCache
+from decodelab.attention.book import LONG_CHAIN
+from decodelab.attention.cache import Cache, DenseCache
 from decodelab.attention.layout import LayerKV, Layout, uniform
 from decodelab.attention.rows import Rows, chains
 from decodelab.tests.attention.caches import LAYERS, LAYOUT, Listed, dense, operate, stage

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decodelab.attention.cache import LONG_CHAIN, Cache, DenseCache
+from decodelab.attention.book import LONG_CHAIN
+from decodelab.attention.cache import Cache, DenseCache
 from decodelab.attention.layered import LayeredCache
 from decodelab.attention.layout import LayerKV, Layout
 from decodelab.attention.rows import Rows, chains

@@ -17,9 +17,11 @@ class Pool:
         self.blocks: list[list[int | None]] = [[None] * size for _ in range(total)]
         self.tokens: dict[int, list[int]] = {}
         self.staged: dict[int, list[int]] = {}
+        self.opened = 0
 
     def open(self, prompt: Sequence[int] = ()) -> int:
-        sequence = self.pages.open()
+        self.opened, sequence = self.opened + 1, self.opened
+        self.pages.open(sequence)
         found = self.pages.adopt(sequence, prompt) if prompt else 0
         self.tokens[sequence], self.staged[sequence] = list(prompt[:found]), []
         return sequence
@@ -52,7 +54,8 @@ class Pool:
             rows.clear()
 
     def fork(self, sequence: int) -> None:
-        child = self.pages.fork(sequence)
+        self.opened, child = self.opened + 1, self.opened
+        self.pages.fork(sequence, child)
         self.tokens[child], self.staged[child] = list(self.tokens[sequence]), []
 
     def free(self, sequence: int) -> None:
@@ -274,9 +277,9 @@ def test_what_would_mix_rows_up_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence 0 holds 2 rows; an empty one adopts a prefix"):
         pool.pages.adopt(a, [1, 2, 3])
     pool.stage({a: [3]})
-    for change in (pool.pages.fork, pool.pages.free):
+    for change in (lambda: pool.pages.fork(a, 1), lambda: pool.pages.free(a)):
         with pytest.raises(ValueError, match="sequence 0 has staged rows; commit or drop them"):
-            change(a)
+            change()
     with pytest.raises(ValueError, match="2 rows of sequence 0 are kept, but 1 are staged"):
         pool.pages.commit(a, [3, 4])
     with pytest.raises(ValueError, match="a block holds at least 1 token, got 0"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, SmolLM3Config
 
-from decodelab.attention.cache import LONG_CHAIN
+from decodelab.attention.book import LONG_CHAIN
 from decodelab.attention.options import Attention, Hybrid, LowBits, SinkWindow, Table
 from decodelab.attention.rows import chains
 from decodelab.decoding import loop, reference

@@ -1,0 +1,199 @@
+"""Which rows there are: of each sequence a committed prefix, and rows staged behind it until a commit keeps some.
+
+What a row sees is defined here, once. A row at position i sees the keys of its sequence's committed prefix, of the
+staged rows that it descends from, and its own: all of those where its layer has no window. With window W and sinks S it
+sees those of them at positions i − W + 1 … i (so W of them, its own among them) and those at positions below S.
+Positions are prefix + depth: in a tree depth decides, not the place in the forward. How many rows stand beside it, of
+its own sequence or of others, is nothing to it. A row that would see no key gets zeros (`verify_attention`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from ..kernels.verify_attention import padded_keys
+from .layout import Layout, Sight
+from .rows import Rows, forest, segments
+
+# More rows of a prompt than this attend without a mask of their own (`causal_attention`).
+LONG_CHAIN = 64
+
+Run = tuple[int, int, int]  # (sequence, first row, row after the last) of a forward
+Shown = Callable[[Sight, int], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one sequence in one forward: rows `first` to `stop` of it, written from slot `slot` on.
+
+    `keys`: how many slots rows without a window look at; layers that keep a window alone have fewer to show.
+    `blocked[W, S]` [rows, B]: what a row must not see of the last B of the slots that it looks at, for layers with
+    window W (None: no window) and S sinks; no entry where every row sees everything. `causal`: a long chain.
+    """
+
+    sequence: int
+    first: int
+    stop: int
+    slot: int
+    keys: int
+    causal: bool
+    blocked: Mapping[Sight, Bool[Tensor, "rows B"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one forward's rows go; `positions` [T] are prefix + depth, on the cache's device."""
+
+    positions: Int[Tensor, " T"]
+    parts: tuple[Part, ...]
+
+
+class Book:
+    """The sequences of a cache with their committed and staged rows; where those lie is the cache's affair.
+
+    `capacity`: rows that a sequence may have. `sequences`: as many may be open at once (None: any number).
+    """
+
+    def __init__(self, layout: Layout, capacity: int, device: torch.device, sequences: int | None = None) -> None:
+        self.capacity = capacity
+        self.sights = dict.fromkeys(layer.sight for layer in layout.layers)
+        self._device, self._most = device, sequences
+        self._given, self._freed = 0, list[int]()
+        self._length: dict[int, int] = {}
+        self._staged_of: dict[int, list[int]] = {}  # numbers of a sequence's staged rows, in order
+        self._parents: list[int] = []  # of all staged rows
+
+    def open(self) -> tuple[int, bool]:
+        """(an empty sequence, whether its number was another's before)."""
+        if again := bool(self._freed):
+            sequence = self._freed.pop()
+        elif self._given == self._most:
+            raise ValueError(f"all {self._most} sequences of the cache are in use; free one first")
+        else:
+            sequence, self._given = self._given, self._given + 1
+        self._length[sequence], self._staged_of[sequence] = 0, []
+        return sequence, again
+
+    def fork(self, sequence: int) -> int:
+        """Another sequence with as many committed rows."""
+        self._settled(sequence, "forked")
+        child, _ = self.open()
+        self._length[child] = self._length[sequence]
+        return child
+
+    def free(self, sequence: int) -> None:
+        self._settled(sequence, "freed")
+        del self._length[sequence], self._staged_of[sequence]
+        self._freed.append(sequence)
+
+    def extend(self, sequence: int, rows: int) -> None:
+        """So many more rows are committed, which were never staged."""
+        self._length[sequence] += rows
+
+    def _settled(self, sequence: int, what: str) -> None:
+        if self._staged_of[sequence]:
+            raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is {what}")
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Those that are open."""
+        return tuple(self._length)
+
+    def length(self, sequence: int) -> int:
+        """Committed rows."""
+        return self._length[sequence]
+
+    def room(self, sequence: int) -> int:
+        """Rows that may still be staged."""
+        return self.capacity - self._length[sequence] - len(self._staged_of[sequence])
+
+    @property
+    def staged(self) -> int:
+        """Rows staged since the last commit, over all sequences."""
+        return len(self._parents)
+
+    def staged_of(self, sequence: int) -> Sequence[int]:
+        """Their numbers, in order."""
+        return self._staged_of[sequence]
+
+    def runs(self, rows: Rows) -> list[Run]:
+        """The rows of each sequence, or an error where they cannot all be staged."""
+        if rows.first != self.staged:
+            raise ValueError(f"rows are numbered from {rows.first}, but {self.staged} rows are staged")
+        runs = segments(rows.sequence)
+        for sequence, a, b in runs:
+            if b - a > self.room(sequence):
+                raise ValueError(
+                    f"KV cache overflow: {b - a} rows for sequence {sequence}, which has room for "
+                    f"{self.room(sequence)} of {self.capacity}; open it with prompt + max_new_tokens + the draft's rows"
+                )
+        return runs
+
+    def stage(self, rows: Rows, runs: Sequence[Run], shown: Shown | None = None) -> Placement:
+        """Of rows that have passed `runs`. `shown` (sight, committed rows): the positions of the committed rows that
+        layers look at, in order, −1 where there is none (default: all)."""
+        self._parents += rows.parents.tolist()
+        parts, positions = [], np.empty(len(rows), dtype=np.int64)
+        for run in runs:
+            sequence, a, b = run
+            self._staged_of[sequence] += range(rows.first + a, rows.first + b)
+            part, positions[a:b] = self._place(rows, run, shown)
+            parts.append(part)
+        return Placement(torch.from_numpy(positions).to(self._device), tuple(parts))
+
+    def _place(self, rows: Rows, run: Run, shown: Shown | None) -> tuple[Part, np.ndarray]:
+        """(the part of one sequence, whose rows are in the book already, their positions). Staged rows stand behind the
+        committed ones, and those in order of position."""
+        sequence, a, b = run
+        committed, mine = self._length[sequence], self._staged_of[sequence]
+        count = b - a
+        earlier = len(mine) - count
+        slot = committed + earlier
+        if rows.prompt and not earlier and count > LONG_CHAIN:
+            return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
+        keys = padded_keys(slot + count)
+        if earlier or not rows.chain:
+            local = {-1: -1} | {number: i for i, number in enumerate(mine)}
+            shape = tuple(local[self._parents[number]] for number in mine)
+        else:
+            shape = tuple(range(-1, count - 1))
+        depth, sees = forest(shape)
+        depth_of = np.array(depth)
+        at = committed + depth_of[earlier:]
+        blocked: dict[Sight, Tensor] = {}
+        for window, sink in self.sights:
+            if window is None:
+                if count == 1 and not earlier and keys == slot + count:
+                    continue
+                hidden = np.ones((count, keys - committed), dtype=bool)
+                hidden[:, : earlier + count] = ~sees[earlier:]
+            else:
+                before = np.arange(committed) if shown is None else shown((window, sink), committed)
+                hidden = np.ones((count, padded_keys(len(before) + earlier + count)), dtype=bool)
+                at_of = np.concatenate([before, committed + depth_of])
+                seen = (at_of > at[:, None] - window) | (at_of < sink)
+                seen[:, : len(before)] &= before >= 0
+                seen[:, len(before) :] &= sees[earlier:]
+                hidden[:, : seen.shape[1]] = ~seen
+            blocked[window, sink] = torch.from_numpy(hidden).to(self._device)
+        return Part(sequence, a, b, slot, keys, False, blocked), at
+
+    def places(self, sequence: int, kept: Sequence[int]) -> list[int]:
+        """Which of the sequence's staged rows these are, counted from its first one."""
+        local = {number: i for i, number in enumerate(self._staged_of[sequence])}
+        return [local[number] for number in kept]
+
+    def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
+        for sequence, kept in keep.items():
+            self._length[sequence] += len(kept)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget every staged row."""
+        self._parents.clear()
+        for mine in self._staged_of.values():
+            mine.clear()
