@@ -149,8 +149,11 @@ def _parsed(word: str) -> "Override":
     key, equals, value = word.partition("=")
     if word.startswith("~"):
         raise UserError(f"{word!r} would delete a key; one that is off is written KEY=null")
-    if not equals:
+    split = any(word.count(opening) != word.count(closing) for opening, closing in ("[]", "{}"))
+    if not equals and not split:
         raise UserError(f"{word!r} is no KEY=VALUE: write {word}=VALUE")
+    if split and not equals:
+        raise UserError(f"{word!r} is the end of something: put single quotes around the whole argument, 'KEY=[…]'")
     if not key or not value:
         raise UserError(f"{word!r} lacks a {'value' if key else 'key'}: write KEY=VALUE, and null for nothing")
     try:
@@ -158,6 +161,10 @@ def _parsed(word: str) -> "Override":
     except HydraException as error:
         listed = value.startswith("[") and value.endswith("]") and not set("{}") & set(value)
         remedy = f"quote its entries: '{key}={as_list(value)}'" if listed else f"""quote the value: '{key}="{value}"'"""
+        if split:
+            remedy = f"its brackets do not match: put single quotes around the whole argument, '{key}=[…]'"
+        elif value[0] in "[{" and not listed:
+            remedy = f"""quote the texts in it, and put single quotes around the whole argument: '{key}=[{{path: "…"}}]'"""
         raise UserError(f"{word!r} is not understood ({_line(error)}); {remedy}") from None
 
 

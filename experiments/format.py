@@ -7,6 +7,7 @@ BUSY = 0.5  # cores that others keep busy: more, and what is timed is noise
 NOISY = "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
 BUSY_MARK = "‡"  # behind a row whose speed is of such a run
 SIGNIFICANT = 0.05  # a p that is told
+FEW_TOKENS = 32  # of gold answers, from which on a KL is one
 _POSITIONS = 4  # of a draft, that are told
 
 
@@ -115,6 +116,15 @@ def interval(found: Mapping[str, Any]) -> str:
     return f"{found['value']:.2f}× [{found['low']:.2f}, {found['high']:.2f}]"
 
 
+def few_tokens(found: Mapping[str, Any]) -> str | None:
+    """Of `quality.divergence`: the tasks whose KL says next to nothing."""
+    few = {name: one["tokens"] for name, one in found["tasks"].items() if one["tokens"] < FEW_TOKENS}
+    if not few:
+        return None
+    listed = ", ".join(f"{name} ({n})" for name, n in few.items())
+    return f"KL means little of fewer than {FEW_TOKENS} tokens of gold answers: {listed}"
+
+
 def diverged(found: Mapping[str, Any]) -> Iterator[str]:
     """`quality.divergence` in words."""
     kl, same = found["kl"], found["agreement"]
@@ -124,6 +134,8 @@ def diverged(found: Mapping[str, Any]) -> Iterator[str]:
         f"KL to {found['reference']['folder']} {kl['value']:.2g} a token over {found['tokens']} tokens of gold "
         f"answers, the same token likeliest in {share(same['value'])}{noise}"
     )
+    if (few := few_tokens(found)) is not None:
+        yield few
     for row in found["where"]:
         if row["p_holm"] < SIGNIFICANT:
             yield (

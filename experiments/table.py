@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import metrics
-from .format import chance, counted, interval, noise_floor, number, percent, positions, seconds, share, size, sources
+from .format import chance, counted, few_tokens, interval, noise_floor, number, percent, positions, seconds, share, size, sources
 from .measure import Sample
 
 _MEANING = {
@@ -101,6 +101,8 @@ def divergence(found: Mapping[str, Any]) -> Iterator[Any]:
             Text(_short(name, _NARROW)), f"{kl['value']:.2g}{bounds}", *quantiles, share(one["agreement"]["value"])
         )
     yield table
+    if (few := few_tokens(found)) is not None:
+        yield Text(few, style="yellow")
     if found["floor"] is not None:
         yield Text(noise_floor(found["floor"]))
     if found["where"]:

@@ -20,6 +20,7 @@ from ...decoding.model.source import Source
 from ...errors import UserError
 from ..config import RunConfig
 from ..files import write_atomic
+from ..format import counted
 from ..lab import Lab, Progress
 from ..tasks import read_template
 from .against import compare_and_write
@@ -223,6 +224,7 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
                         items += answered
                 if items:
                     found[name] = task_scores(task, about, items)
+                    _warn_of_empty(name, about, items)
                     written = [item_row(name, task, item) for item in items]
                     rows += written
                     asked += [(task, item, row) for item, row in zip(items, written, strict=True)]
@@ -249,6 +251,22 @@ def measure_quality(lab: Lab, exam: Exam, config: RunConfig, mine: RunQuality, p
         except UserError as error:  # what took hours is written all the same
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     return quality
+
+
+def _warn_of_empty(name: str, about: Mapping[str, Any], items: Sequence[Item]) -> None:
+    """Where the model mostly says nothing, its score is that of the way it was asked."""
+    empty = sum(not str(item.answers[0].value).strip() for item in items)
+    if about["kind"] != "generate" or 2 * empty < len(items):
+        return
+    told = f"{name}: {empty} of {counted(len(items), 'answer')} are empty, so that the score says little of the model: "
+    asked = about["settings"]
+    if asked["thinking"]:
+        told += "its thoughts may not end within max_new_tokens; raise it"
+    elif asked["chat"]:
+        told += "see quality.jsonl for what it said; solved examples (quality.shots=2) show how to answer"
+    else:
+        told += "an instruct model wants quality.chat=true, any other solved examples (quality.shots=2)"
+    warnings.warn(told, RuntimeWarning, stacklevel=2)
 
 
 def no_quality(failed: Mapping[str, str]) -> dict[str, Any]:

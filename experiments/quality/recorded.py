@@ -146,11 +146,14 @@ def gold_of(lm: "DecodelabLM", task: "Task", item: Item, row: Mapping[str, Any],
         if found is None and generates:
             about["answer"] = "own"
             found = sample["arguments"][0][0], item.answers[0].text or ""
-        if found is None or not found[1]:
+        if found is not None and generates:
+            found = found[0], _unstopped(found[1], sample["arguments"][0][1].get("until") or ())
+        if found is None or not found[1].strip():
             return None
         apart = generates and found[0][-1:].isspace()  # what is generated begins behind the blanks of its prompt
         passages = [lm.fitting(*(lm.apart if apart else lm.pair)(*found))]
-    kept = tuple((tuple(context), tuple(answer)) for context, answer in passages if answer)
+    told = [(tuple(context), _answer(lm, answer)) for context, answer in passages]
+    kept = tuple(passage for passage in told if lm.lab.text(passage[1]).strip())
     return Gold(about, kept) if kept else None
 
 
@@ -180,6 +183,20 @@ def _generated(task: "Task", sample: Mapping[str, Any], chat: bool) -> tuple[str
         return context, f"{blank}{solution.strip()}"
     text = question.reply if chat else question.solved
     return None if text is None else (context, text)
+
+
+def _unstopped(text: str, stops: str | Sequence[str]) -> str:
+    """Without the stop string that it ends with, as a solved example does."""
+    end = next((stop for stop in ([stops] if isinstance(stops, str) else stops) if stop and text.endswith(stop)), "")
+    return text.removesuffix(end).rstrip() if end else text
+
+
+def _answer(lm: "DecodelabLM", tokens: Sequence[int]) -> tuple[int, ...]:
+    """Without the tokens that end a text, of which KL says whether the model stops, and nothing of the answer."""
+    kept = list(tokens)
+    while kept and kept[-1] in (*lm.lab.eos_ids, lm.eot_token_id):
+        kept.pop()
+    return tuple(kept)
 
 
 # Its file
@@ -219,6 +236,8 @@ def read_recorded(folder: Path) -> Recorded:
             if about.get("schema") != SCHEMA:
                 raise ValueError(f"schema {about.get('schema')}, and this version reads {SCHEMA}")
             found = {name: stored.get_tensor(name) for name in ("passages", "tokens", *Top.__slots__)}
+        if found["passages"].is_floating_point() or bool((found["passages"] < 0).any()):
+            raise ValueError("its passages have no lengths")
         made = Recorded(
             about["key"],
             about["tokenizer"],
@@ -230,9 +249,27 @@ def read_recorded(folder: Path) -> Recorded:
         )
     except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
         raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:80]}): {_AGAIN}") from error
-    if not made.golds or sum(gold.tokens for gold in made.golds) != len(made.top.choice):
-        raise UserError(f"{file} cannot be read (its answers and its predictions do not fit): {_AGAIN}")
+    if (wrong := _wrong(made)) is not None:
+        raise UserError(f"{file} cannot be read ({wrong}): {_AGAIN}")
     return made
+
+
+def _wrong(made: Recorded) -> str | None:
+    """What is not as it is written; numbers that are none would pass through all that is computed of them."""
+    top, vocab = made.top, made.vocab
+    T, k = sum(gold.tokens for gold in made.golds), min(TOP, vocab)
+    sizes = {"ids": (T, k), "logp": (T, k), "others": (T,), "choice": (T,)}
+    if not T or any(getattr(top, name).shape != size for name, size in sizes.items()):
+        return "its answers and its predictions do not fit"
+    read = torch.tensor([token for gold in made.golds for passage in gold.passages for part in passage for token in part])
+    if any(ids.is_floating_point() or not 0 <= int(ids.min()) <= int(ids.max()) < vocab for ids in (top.ids, top.choice, read)):
+        return f"its tokens are not all among the {vocab} of its vocabulary"
+    if any(part.dtype != torch.float32 for part in (top.logp, top.others)):
+        return "its probabilities are not in float32"
+    total = top.logp.double().exp().sum(-1) + top.others.double().exp()
+    if not bool(((total - 1).abs() < 1e-3).all()):  # nor is that of a NaN
+        return "its probabilities do not sum to 1"
+    return None
 
 
 def _golds(

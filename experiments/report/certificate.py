@@ -9,7 +9,7 @@ from typing import Any
 from ... import __version__
 from ...errors import UserError
 from ..files import read_lines, read_result
-from ..format import chance, counted, noise_floor, percent, share
+from ..format import chance, counted, few_tokens, noise_floor, percent, share
 from .drawing import DARK, LIGHT
 from .load import Run, at
 from .rows import drafter, model
@@ -156,6 +156,7 @@ def _tokens(run: Run) -> Iterator[Section]:
         if floor is None
         else f"{noise_floor(floor)[0].upper()}{noise_floor(floor)[1:]}."
     )
+    lines += filter(None, [few_tokens(found)])
     titles = ("gold answers of", "KL a token [95 %]", "median", "99 of 100 under", "worst", "same choice", "tokens")
     rows = [_told(name, one) for name, one in found["tasks"].items()]
     yield Section("Token by token", tuple(lines), (titles, [*rows, _told("all", found)] if len(rows) > 1 else rows))

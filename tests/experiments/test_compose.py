@@ -191,6 +191,17 @@ def test_interpolations_are_resolved():
             "'task.path=/a=b' is not understood (mismatched input '=' expecting <EOF>); "
             """quote the value: 'task.path="/a=b"'""",
         ),
+        (  # what the shell makes of tasks=[{path: x.jsonl}]
+            ["tasks=[{path:", "x.jsonl}]"],
+            "'tasks=[{path:' is not understood (no viable alternative at input '[{path:'); "
+            "its brackets do not match: put single quotes around the whole argument, 'tasks=[…]'",
+        ),
+        (["x.jsonl}]"], "'x.jsonl}]' is the end of something: put single quotes around the whole argument, 'KEY=[…]'"),
+        (
+            ["tasks=[{path: <x>}]"],
+            "'tasks=[{path: <x>}]' is not understood (token recognition error at: '<'); quote the texts in it, and put "
+            """single quotes around the whole argument: 'tasks=[{path: "…"}]'""",
+        ),
         (
             ["task.path=a,b"],
             """task.path=a,b lists several values: -m runs each; for one value quote it, 'task.path="a,b"'""",

@@ -230,6 +230,25 @@ def test_a_run_against_itself_and_in_another_dtype(exams: Exams, model: Path, ca
     assert re.search(r"by task +\w+ +\d+ % +\d+ %", printed)
 
 
+def test_kl_is_of_the_answer_alone_and_little_of_few_tokens(
+    exams: Exams, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A gold answer ends where the model would be cut; one that is only the end of a text is none."""
+    said = {"a": "12<|im_end|>", "b": "<|im_end|>"}
+    exams.write(ended=[{"id": key, "question": "q?", "answer": "12", "solution": text} for key, text in said.items()])
+    program = {"id": "p", "task_id": 1, "text": "add", "code": "x = 1", "test_list": ["assert x"]}
+    exams.write(programs=[program])
+    assert exams.evaluate("full", model) == 0
+    made = read_recorded(exams.root / "full")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    answers = {gold.about["id"]: tokenizer.decode(gold.passages[0][1]) for gold in made.golds}
+    assert (answers, made.skipped) == ({"a": " 12", "p": "x = 1"}, 1)
+    assert exams.evaluate("again", model, f"against={exams.root / 'full'}") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    ended, programs = (gold.tokens for gold in made.golds)
+    assert f"KL means little of fewer than 32 tokens of gold answers: ended ({ended}), programs ({programs})" in told
+
+
 def test_kl_of_perturbed_weights_is_that_of_transformers_logits(exams: Exams, model: Path):
     other = save_folder(exams.root / "shaken", sharp(shaken))
     exams.write(choices=CHOICES, maths=MATHS)
@@ -325,14 +344,25 @@ def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(
     for changes, text in (
         ({"key": "another"}, f"{full} holds the predictions of another run (another, not "),
         ({"tokenizer": "another"}, f"not comparable with {full} token by token: its tokenizer is another one"),
-        ({"vocab": "99"}, "(99 tokens there, 262 here)"),
+        ({"vocab": "500"}, "(500 tokens there, 262 here)"),
         ({"schema": "0"}, f"{file} cannot be read (schema 0, and this version reads 1): run it again"),
         ({"golds": "[]"}, f"{file} cannot be read"),
     ):
         save_file(tensors, file, about | changes)
         assert text in refused()
-    save_file(tensors | {"choice": tensors["choice"][1:]}, file, about)
-    assert "its answers and its predictions do not fit" in refused()
+    for change, text in (
+        ({"choice": tensors["choice"][1:]}, "its answers and its predictions do not fit"),
+        ({"logp": tensors["logp"][:, 1:].contiguous()}, "its answers and its predictions do not fit"),
+        ({"logp": tensors["logp"] * torch.nan}, "its probabilities do not sum to 1"),
+        ({"others": tensors["others"] + 1}, "its probabilities do not sum to 1"),
+        ({"logp": tensors["logp"].half()}, "its probabilities are not in float32"),
+        ({"ids": tensors["ids"] + 262}, "its tokens are not all among the 262 of its vocabulary"),
+        ({"tokens": tensors["tokens"] - 300}, "its tokens are not all among the 262 of its vocabulary"),
+        ({"passages": tensors["passages"].float()}, "its passages have no lengths"),
+        ({"passages": tensors["passages"][:, :2].contiguous()}, "cannot be read"),
+    ):
+        save_file(tensors | change, file, about)
+        assert text in refused()
 
     file.write_bytes(whole)
     exams.tasks[0].write_text("".join(f"{json.dumps(row | {'question': 'else?'})}\n" for row in MATHS))

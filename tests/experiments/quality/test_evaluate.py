@@ -5,7 +5,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,25 @@ def test_evaluate_fills_quality_with_the_scores_of_lm_evals_own_model(exams: Exa
     assert re.search(r"choices +acc +\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\] +6 +–", printed)
     assert re.search(r"asked +exact_match \(\w+\) +\d\.\d{3} \[.*\] +6 +\d+ %", printed)
     assert "model only, since likelihoods decode nothing: choices, texts" in printed
+
+
+@pytest.mark.parametrize(("kept", "warned"), [(3, True), (4, False)])
+def test_answers_that_are_mostly_empty_are_told_with_a_remedy(
+    exams: Exams, kept: int, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    generate, asked = DecodelabLM._generate, count()
+
+    def silent(self: DecodelabLM, jobs: Sequence[Any]) -> list[Answer]:
+        return [replace(a, value="so" if next(asked) < kept else "\n") for a in generate(self, jobs)]
+
+    monkeypatch.setattr(DecodelabLM, "_generate", silent)
+    assert exams.evaluate(exams.tasks("asked"), "quality.max_new_tokens=1") == 0
+    told = (
+        "asked: 3 of 6 answers are empty, so that the score says little of the model: an instruct model wants "
+        "quality.chat=true, any other solved examples (quality.shots=2)"
+    )
+    assert (told in exams.result()["warnings"]) is warned
+    assert (f"note: {told}" in " ".join(capsys.readouterr().out.split())) is warned
 
 
 def test_speed_and_quality_stand_in_one_row(exams: Exams):
