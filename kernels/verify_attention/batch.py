@@ -26,11 +26,15 @@ def verify_attention_batch(
     assert len(q) == len(looks.blocked)
     assert q.shape[1] % keys.k.shape[2] == 0
     assert keys.k.shape[3] * (2 if keys.k.dtype == torch.uint8 else 1) == q.shape[2]
-    assert keys.tables is None or keys.tables.shape[1] * keys.k.shape[1] >= looks.max_keys
+    if keys.ring is None:
+        assert keys.tables is None or keys.tables.shape[1] * keys.k.shape[1] >= looks.max_keys
+    else:
+        assert window is not None
+        assert keys.ring >= window + sink
     return _op(
         *(q, keys.k, keys.v, keys.k_scale, keys.v_scale, keys.tables, looks.starts, looks.prefix, looks.staged),
         *(looks.positions, looks.key_positions, looks.blocked, looks.max_rows, looks.max_keys),
-        *(scale, window, sink, row_invariant),
+        *(scale, window, sink, row_invariant, keys.ring),
     )
 
 
@@ -54,8 +58,9 @@ def _op(
     window: int | None,
     sink: int,
     row_invariant: bool,
+    ring: int | None = None,
 ) -> Tensor:
-    keys = Keys(k, v, k_scale, v_scale, tables)
+    keys = Keys(k, v, k_scale, v_scale, tables, ring)
     looks = Looks(starts, prefix, staged, positions, key_positions, blocked, max_rows, max_keys)
     if runs_triton(q):
         from .triton import verify

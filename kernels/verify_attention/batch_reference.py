@@ -6,17 +6,16 @@ from torch import Tensor
 from .keys import Keys, Looks
 
 
-def keys_of(stored: Tensor, scale: Tensor | None, tables: Tensor | None, sequence: int, count: int) -> Tensor:
-    """[count, Hkv, D] of one sequence, dequantised to float64."""
+def keys_of(stored: Tensor, scale: Tensor | None, tables: Tensor | None, sequence: int, slots: Tensor) -> Tensor:
+    """[count, Hkv, D] of one sequence's slots, dequantised to float64."""
     block = stored.shape[1]
-    at = torch.arange(count, device=stored.device)
-    blocks = torch.full_like(at, sequence) if tables is None else tables[sequence, at // block].long()
-    found = stored[blocks, at % block]
+    blocks = torch.full_like(slots, sequence) if tables is None else tables[sequence, slots // block].long()
+    found = stored[blocks, slots % block]
     if scale is None:
         return found.double()
     if stored.dtype == torch.uint8:
         found = torch.stack([found & 15, found >> 4], -1).flatten(-2).to(torch.int8) - 8
-    return found.double() * scale[blocks, at % block].double()[..., None]
+    return found.double() * scale[blocks, slots % block].double()[..., None]
 
 
 def verify_attention_batch_reference(
@@ -27,8 +26,12 @@ def verify_attention_batch_reference(
     group = Hq // keys.k.shape[2]
     out = torch.zeros(T, Hq, q.shape[2], dtype=torch.float64, device=q.device)
     for s, (prefix, staged) in enumerate(zip(looks.prefix.tolist(), looks.staged.tolist(), strict=True)):
-        k = keys_of(keys.k, keys.k_scale, keys.tables, s, prefix + staged)
-        v = keys_of(keys.v, keys.v_scale, keys.tables, s, prefix + staged)
+        slots = torch.arange(prefix + staged, device=q.device)
+        if keys.ring is not None and window is not None:
+            slots[sink:prefix] = sink + (slots[sink:prefix] - sink) % window
+            slots[prefix:] = keys.ring + torch.arange(staged, device=q.device)
+        k = keys_of(keys.k, keys.k_scale, keys.tables, s, slots)
+        v = keys_of(keys.v, keys.v_scale, keys.tables, s, slots)
         position = torch.cat([torch.arange(prefix, device=q.device), looks.key_positions[s, :staged].long()])
         for i in range(int(looks.starts[s]), int(looks.starts[s + 1])):
             seen = torch.ones(prefix + staged, dtype=torch.bool, device=q.device)

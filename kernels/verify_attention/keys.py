@@ -14,6 +14,10 @@ class Keys:
 
     Stored in q's dtype; or as int8 codes, or two 4-bit codes a byte along the head dimension (uint8; the even element's
     low, 8 added to each), either with a scale a slot and head: key = code · scale. Any strides, but the last one is 1.
+
+    `ring`: None, and key j of a sequence, its staged ones behind the committed, is in its slot j. Or, of a layer with a
+    window W and S sinks, only the last W committed keys are there and the first S: that of position p in slot p if
+    p < S, else in slot S + (p − S) mod W; and staged ones from slot `ring` on.
     """
 
     k: Shaped[Tensor, "P B Hkv Dk"]
@@ -21,6 +25,7 @@ class Keys:
     k_scale: Float16[Tensor, "P B Hkv"] | None = None
     v_scale: Float16[Tensor, "P B Hkv"] | None = None
     tables: Int32[Tensor, "N M"] | None = None
+    ring: int | None = None
 
     def __post_init__(self) -> None:
         quantised = self.k.dtype in (torch.int8, torch.uint8)

@@ -94,10 +94,12 @@ def _chunks(
     width,
     tiles,
     chunk,
+    ring,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    RINGED: tl.constexpr,
     WHOLE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -141,11 +143,15 @@ def _chunks(
             j = start + tl.arange(0, BLOCK_N)
             there = j < end
             block = sequence + tl.zeros([BLOCK_N], tl.int64)
-            slot = j.to(tl.int64)
+            at_slot = j
+            if RINGED:
+                at_slot = tl.where(j < sink, j, sink + (j - sink) % window)
+                at_slot = tl.where(j < prefix, at_slot, ring + j - prefix)
+            slot = at_slot.to(tl.int64)
             if tables_ptr is not None:
-                found = tl.load(tables_ptr + sequence * table_width + j // block_size, mask=there, other=0)
+                found = tl.load(tables_ptr + sequence * table_width + at_slot // block_size, mask=there, other=0)
                 block = found.to(tl.int64)
-                slot = (j % block_size).to(tl.int64)
+                slot = (at_slot % block_size).to(tl.int64)
             k, k_scale = _load(
                 k_ptr, k_scale_ptr, block, slot, head, stride_block, stride_slot, stride_head,
                 scale_block, scale_slot, scale_head, there, D, BLOCK_D, BITS, DOT,
@@ -237,11 +243,12 @@ def verify(
             *(looks.positions, looks.key_positions.contiguous(), looks.blocked.contiguous().view(torch.uint8)),
             *(acc, high, mass, scale * _LOG2E, window or 0, sink, *keys.k.stride()[:3], *scale_strides),
             *(0 if keys.tables is None else keys.tables.shape[1], keys.k.shape[1], looks.blocked.shape[1], tiles),
-            chunk,
+            *(chunk, keys.ring or 0),
             GROUP=Hq // Hkv,
             D=D,
             BITS=bits,
             WINDOWED=window is not None,
+            RINGED=keys.ring is not None,
             WHOLE=parts == 1,
             DOT=_DTYPES[operand(q.dtype)],
             PRECISION="ieee",
@@ -269,11 +276,12 @@ def _warps(block_m: int) -> int:
 def specimens() -> list[Specimen]:
     """As `verify` launches it: a lone row and a tree, groups that are powers of two and not."""
     found = []
-    for name, bits, group, D, block_m, windowed, paged in (
-        ("row, 16 bits, dense", 16, 4, 128, 16, False, False),
-        ("tree, 16 bits, paged, window", 16, 7, 128, 32, True, True),
-        ("row, 8 bits, paged", 8, 4, 128, 16, True, True),
-        ("tree, 4 bits, paged", 4, 4, 128, 32, False, True),
+    for name, bits, group, D, block_m, windowed, ringed, paged in (
+        ("row, 16 bits, dense", 16, 4, 128, 16, False, False, False),
+        ("tree, 16 bits, paged, window", 16, 7, 128, 32, True, False, True),
+        ("tree, 16 bits, ring", 16, 4, 128, 32, True, True, False),
+        ("row, 8 bits, paged", 8, 4, 128, 16, True, False, True),
+        ("tree, 4 bits, paged", 4, 4, 128, 32, False, False, True),
     ):
         stored = {16: "*bf16", 8: "*i8", 4: "*u8"}[bits]
         scales = "*fp16" if bits < 16 else None
@@ -283,13 +291,14 @@ def specimens() -> list[Specimen]:
         types |= dict.fromkeys(("starts_ptr", "prefix_ptr", "staged_ptr"), "*i32")
         types |= dict.fromkeys(("positions_ptr", "key_positions_ptr"), "*i64") | {"blocked_ptr": "*u8"}
         types |= dict.fromkeys(("out_ptr", "max_ptr", "sum_ptr"), "*fp32") | {"scale_log2": "fp32"}
-        types |= dict.fromkeys(("window", "sink", "table_width", "width", "tiles"), "i32")
+        types |= dict.fromkeys(("window", "sink", "table_width", "width", "tiles", "ring"), "i32")
         types |= dict.fromkeys(("stride_block", "stride_slot", "stride_head"), "i32:16")
         types |= dict.fromkeys(("scale_block", "scale_slot", "scale_head"), "i32")
         types |= dict.fromkeys(("block_size", "chunk"), "i32:16")
         constants = {
-            "GROUP": group, "D": D, "BITS": bits, "WINDOWED": windowed, "WHOLE": False, "DOT": tl.bfloat16,
-            "PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": _keys_at_once(D, torch.bfloat16), "BLOCK_D": D,
+            "GROUP": group, "D": D, "BITS": bits, "WINDOWED": windowed, "RINGED": ringed, "WHOLE": False,
+            "DOT": tl.bfloat16, "PRECISION": "ieee",
+            "BLOCK_M": block_m, "BLOCK_N": _keys_at_once(D, torch.bfloat16), "BLOCK_D": D,
         }  # fmt: skip
         found.append(Specimen(name, _chunks, types, constants, _warps(block_m), _STAGES, registers=240))
     merged = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16", "parts": "i32"}

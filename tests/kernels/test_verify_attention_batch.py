@@ -137,6 +137,32 @@ def test_several_chunks_and_windows_across_them(window: int | None, sink: int, r
     assert relative_error(taller, got) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize(("window", "sink"), [(6, 0), (6, 2), (20, 3)])
+def test_windows_may_be_kept_as_rings(bits: int, window: int, sink: int, rng: torch.Generator) -> None:
+    """Bit-equal to keys at their positions: prefixes within the sinks, of less than a window, and around it often."""
+    q, keys = tensors(4, 320, (2, 1), 16, torch.float32, rng, 14)
+    keys = keys if bits == 16 else quantised(keys, bits)
+    prefixes = [300, 1, 5, 24]
+    some = looks(prefixes, ["tree", "row", "row", "tree"])
+    staging = window + sink + 1
+
+    def kept(stored: Tensor | None) -> Tensor | None:
+        if stored is None:
+            return None
+        ring = torch.empty(4, staging + 6, *stored.shape[2:], dtype=stored.dtype)  # what is not written is NaN
+        for s, prefix in enumerate(prefixes):
+            for p in range(prefix):
+                ring[s, p if p < sink else sink + (p - sink) % window] = stored[s, p]
+            ring[s, staging:] = stored[s, prefix : prefix + 6]
+        return ring
+
+    ring = Keys(*map(kept, (keys.k, keys.v, keys.k_scale, keys.v_scale)), ring=staging)
+    want = check(q, keys, some, window, sink)
+    assert torch.equal(check(q, ring, some, window, sink), want)
+    assert torch.equal(check(q, replace(paged(ring, 4, rng), ring=staging), some, window, sink), want)
+
+
 def test_a_window_is_of_positions_and_counts_the_row_itself(rng: torch.Generator) -> None:
     """W keys: i − W + 1 … i (transformers#39408), by depth: siblings stand at one position."""
     q, keys = tensors(1, 16, (1, 1), 16, torch.float32, rng, 6)
