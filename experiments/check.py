@@ -87,7 +87,7 @@ def check(config: RunConfig) -> int:
         if kept is not None:
             rows["quantization"] = kept["settings"]
         if config.target is not None:
-            rows[config.target] = describe(config.target, look.quantising)
+            rows[config.target] = describe(config.target, look.quantising, target if isinstance(target, Source) else None)
         rows["drafting"] = _drafter(config.drafting)
         rows["acceptance"] = _rule(config.acceptance)
         rows["task"] = _prompts(task, config.task)

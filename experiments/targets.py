@@ -23,9 +23,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..decoding.model.config import ModelConfig
+from ..decoding.model.source import Source
 from ..errors import UserError
 from ..quantization.codes import Scheme
-from .quantising import Quantising
+from ..quantization.formats import QuantisedLayers
+from .format import counted
+from .quantising import Quantising, layer_shapes
 
 TARGETS = ("vllm",)
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -40,21 +44,42 @@ class Kernel:
     told: str
 
 
-def describe(target: str, plan: Quantising | None) -> str:
-    """What `check` says of it: how many products have which kernel, with one of each."""
+def describe(target: str, plan: Quantising | None, source: Source | None = None) -> str:
+    """What `check` says of it: how many products have which kernel, with one of each. `source`: a model that may be
+    quantised already."""
     if target not in TARGETS:
         raise UserError(f"target must be one of {', '.join(TARGETS)}, or null, got {target!r}")
-    if plan is None:
+    read = ""
+    if plan is not None:
+        form, schemes = plan.form.title, plan.schemes
+        skipped = [name for name, q in plan.layers.items() if q is None]
+    elif source is not None and isinstance(source.codes, QuantisedLayers):
+        form, given = source.codes.form.title, source.codes.schemes
+        layers = layer_shapes(ModelConfig.from_hf(source.config))
+        schemes = {name: given[name] for name in (*layers, *given) if name in given}  # in the model's order
+        skipped = [name for name in layers if name not in given]
+        read = f"as its config says, {source.codes.form.name}: {_kinds(schemes)}; "
+    else:
         raise UserError(
-            f"target={target} is asked of what quantize would write: name quantization=rtn or another, and format"
+            f"target={target} is asked of what quantize would write, or of a folder that it wrote: name "
+            "quantization=rtn or another, and format; or model.path=DIR"
         )
-    skipped = [name for name, q in plan.layers.items() if q is None]
-    found = vllm(plan.form.title, plan.schemes, skipped)
+    found = vllm(form, schemes, skipped)
     words = {True: "", False: "no kernel: ", None: "not known: "}
     counts = Counter(found.values())
     example = {kernel: name for name, kernel in reversed(found.items())}
     told = [f"{words[k.found]}{k.told} ({n} of {len(found)} products, such as {example[k]})" for k, n in counts.items()]
-    return "; ".join(told)
+    return read + "; ".join(told)
+
+
+def _kinds(schemes: Mapping[str, Scheme]) -> str:
+    """How many layers are of which bits, groups and order."""
+    kinds = Counter(
+        f"{s.bits} bits, {'whole rows' if s.group_size == s.shape[1] else f'groups of {s.group_size}'}"
+        f"{', columns in any order' if s.grouped else ''}{', inputs rounded too' if s.activation_bits else ''}"
+        for s in schemes.values()
+    )
+    return "; ".join(f"{kind} ({counted(n, 'layer')})" for kind, n in kinds.items())
 
 
 def vllm(form: str, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> dict[str, Kernel]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import Shape, common, float16, misfits, need, owners, refuse, unlike, unwords, words
+from .format import AGAIN, FLOATS, Shape, common, flag, float16, matrix, misfits, need, owners, refuse, unlike
+from .format import unwords, whole, words
 
 BITS = 4
 SIZES = (16, 32, 64, 128)
@@ -23,6 +24,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight columns, in a word
 class AWQFormat:
     name: ClassVar[str] = "awq"
     title: ClassVar[str] = "awq"
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {"qweight": ("I32",), "qzeros": ("I32",), "scales": FLOATS}
 
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         bits, size = _bits(config), _size(config)
@@ -32,19 +34,30 @@ class AWQFormat:
             raise UserError(f"its AWQ codes are in the format {said!r}, and gemm is read")
         found = {}
         for layer in owners(shapes, "qweight", ("qzeros", "scales")):
-            K, packed = shapes[f"{layer}.qweight"]
+            K, packed = matrix(layer, "qweight", shapes)
+            if size != -1 and K % size:
+                raise UserError(f"{layer} has {K} columns, which group_size={size} does not divide: {AGAIN}")
             groups = 1 if size == -1 else K // size
             need(layer, shapes, {"scales": (groups, packed * 8)})
-            if config.get("zero_point", True):
+            if flag(config, "zero_point") is not False:
                 need(layer, shapes, {"qzeros": (groups, packed)})
+            elif f"{layer}.qzeros" in shapes:
+                raise UserError(
+                    f"{layer}.qzeros is there, but must not be, as quantization_config says zero_point=false: say true "
+                    "there if the weights have zero points, or download it again"
+                )
             found[layer] = packed * 8, K
         return found
+
+    def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
+        size = shape[1] if _size(config) == -1 else _size(config)
+        return Scheme(shape, BITS, size, not config.get("zero_point", True))
 
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
         codes = _taken_apart(tensor(f"{layer}.qweight"))
         scale = tensor(f"{layer}.scales").T.contiguous()
         zero = torch.full(scale.shape, 2 ** (BITS - 1), dtype=torch.uint8)
-        if config.get("zero_point", True):
+        if flag(config, "zero_point") is not False:
             zero = _taken_apart(tensor(f"{layer}.qzeros"))
         size = codes.shape[1] if _size(config) == -1 else _size(config)
         return Codes(codes, scale, BITS, size, zero=zero)
@@ -78,11 +91,11 @@ class AWQFormat:
 
 
 def _bits(config: Mapping[str, Any]) -> int:
-    return int(config["bits"] if "bits" in config else config["w_bit"])
+    return whole(config, "bits" if "bits" in config else "w_bit")
 
 
 def _size(config: Mapping[str, Any]) -> int:
-    return int(config["group_size"] if "group_size" in config else config["q_group_size"])
+    return whole(config, "group_size" if "group_size" in config else "q_group_size", or_row=True)
 
 
 def _put_together(codes: Tensor) -> Tensor:

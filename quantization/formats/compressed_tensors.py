@@ -16,7 +16,8 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import Shape, float16, misfits, need, owners, refuse, uneven, unwords, words
+from .format import AGAIN, FLOATS, Shape, flag, float16, matrix, misfits, need, owners, refuse, uneven, unwords
+from .format import whole, words
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 PACKED, PLAIN = "pack-quantized", "int-quantized"
@@ -26,6 +27,13 @@ PACKED, PLAIN = "pack-quantized", "int-quantized"
 class CompressedTensors:
     name: ClassVar[str] = "compressed-tensors"
     title: ClassVar[str] = "compressed_tensors"
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {
+        "weight_packed": ("I32",),
+        "weight": ("I8",),
+        "weight_scale": FLOATS,
+        "weight_shape": ("I32", "I64"),
+        "weight_zero_point": ("I32", "I8"),
+    }
 
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         if config.get("kv_cache_scheme") is not None:
@@ -36,22 +44,32 @@ class CompressedTensors:
             found[layer] = _shape(layer, shapes, _Settings.of(layer, config))
         return found
 
+    def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
+        about = _Settings.of(layer, config)
+        size = about.group_size or shape[1]
+        return Scheme(shape, about.bits, size, about.symmetric, activation_bits=about.activation_bits)
+
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
         about = _Settings.of(layer, config)
         bits, middle = about.bits, 2 ** (about.bits - 1)
         scale = tensor(f"{layer}.weight_scale")
         N = len(scale)
         zero = torch.full(scale.shape, middle, dtype=torch.uint8)
+        main = tensor(f"{layer}.weight_packed" if about.packed else f"{layer}.weight")
+        K = about.columns(main.shape[1], scale.shape[1])
         if about.packed:
-            K = int(tensor(f"{layer}.weight_shape")[1])
-            codes = unwords(tensor(f"{layer}.weight_packed"), bits, K)
-            if not about.symmetric:
-                zero = unwords(tensor(f"{layer}.weight_zero_point").T, bits, N).T.contiguous()
+            if (said := tensor(f"{layer}.weight_shape").tolist()) != [N, K]:
+                raise UserError(
+                    f"{layer}.weight_shape is {said}, but must be {[N, K]} by its codes and scales (rows that do not "
+                    f"fill their 32-bit words are read in groups alone): {AGAIN}"
+                )
+            codes = unwords(main, bits, K)
         else:
-            codes = _unsigned(tensor(f"{layer}.weight"), middle)
-            K = codes.shape[1]
-            if not about.symmetric:
-                zero = _unsigned(tensor(f"{layer}.weight_zero_point"), middle)
+            codes = _unsigned(main, middle)
+        if not about.symmetric:
+            zero = _zero(layer, tensor(f"{layer}.weight_zero_point"), N, about)
+        else:
+            _check_no_zero(layer, tensor, N, about)
         return Codes(codes, scale, bits, about.group_size or K, zero=zero, activation_bits=about.activation_bits)
 
     def check(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> None:
@@ -111,6 +129,12 @@ class _Settings:
     activation_bits: int | None
     packed: bool
 
+    def columns(self, width: int, groups: int) -> int:
+        """Of a weight with so many words or codes a row, and scales."""
+        if self.group_size is not None:
+            return groups * self.group_size
+        return width * 32 // self.bits if self.packed else width
+
     @staticmethod
     def of(layer: str, config: Mapping[str, Any]) -> "_Settings":
         group = _chosen(layer, config)
@@ -118,7 +142,7 @@ class _Settings:
         form = group.get("format") or config.get("format")
         if form not in (PACKED, PLAIN):
             raise UserError(f"{layer} is in the format {form!r}, and {PACKED} and {PLAIN} are read")
-        bits = int(weights["num_bits"])
+        bits = whole(weights, "num_bits")
         if weights.get("type", "int") != "int" or not 2 <= bits <= 8 or (form == PLAIN and bits != 8):
             raise UserError(f"{layer} has codes of type {weights.get('type')} and {bits} bits, which are not read")
         strategy = weights.get("strategy") or ("channel" if weights.get("group_size") is None else "group")
@@ -130,12 +154,12 @@ class _Settings:
             raise UserError(f"{layer} has rounded outputs, which are not read")
         activation_bits = None
         if inputs is not None:
-            activation_bits = int(inputs["num_bits"])
+            activation_bits = whole(inputs, "num_bits")
             kind = (inputs.get("type", "int"), inputs.get("strategy"), inputs.get("dynamic"), inputs.get("symmetric"))
             if kind != ("int", "token", True, True) or activation_bits != 8:
                 raise UserError(f"{layer} has inputs rounded otherwise than to int8 by token, which are not read")
-        size = int(weights["group_size"]) if strategy == "group" else None
-        return _Settings(bits, size, bool(weights.get("symmetric", True)), activation_bits, form == PACKED)
+        size = whole(weights, "group_size") if strategy == "group" else None
+        return _Settings(bits, size, flag(weights, "symmetric") is not False, activation_bits, form == PACKED)
 
 
 def _chosen(layer: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,7 +169,7 @@ def _chosen(layer: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
         for target in group["targets"]:
             if target == layer:
                 fits.append((0, group))
-            elif target.startswith("re:") and re.match(target.removeprefix("re:"), layer):
+            elif target.startswith("re:") and _pattern(target).match(layer):
                 fits.append((1, group))
             elif target == "Linear":
                 fits.append((2, group))
@@ -154,20 +178,48 @@ def _chosen(layer: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return min(fits, key=lambda fit: fit[0])[1]
 
 
+def _pattern(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise UserError(f"quantization_config has {target!r}, which is no pattern ({error}): {AGAIN}") from None
+
+
+def _zero(layer: str, stored: Tensor, N: int, about: _Settings) -> Tensor:
+    wanted = torch.int32 if about.packed else torch.int8
+    if stored.dtype != wanted:
+        raise UserError(f"{layer}.weight_zero_point is of {stored.dtype}, but must be of {wanted}: {AGAIN}")
+    return unwords(stored.T, about.bits, N).T.contiguous() if about.packed else _unsigned(stored, 2 ** (about.bits - 1))
+
+
+def _check_no_zero(layer: str, tensor: Callable[[str], Tensor], N: int, about: _Settings) -> None:
+    """Some programs store the zero points of symmetric layers as well, all of them 0, or the middle where packed."""
+    try:
+        stored = tensor(f"{layer}.weight_zero_point")
+    except KeyError:
+        return
+    if stored.dtype == torch.int32 and bool((stored != 0).any()):
+        stored = unwords(stored.T, about.bits, N) ^ 2 ** (about.bits - 1)
+    if bool((stored != 0).any()):
+        raise UserError(
+            f"{layer}.weight_zero_point holds others than the middle, but quantization_config says symmetric=true: say "
+            "false there if the weights have zero points, or download it again"
+        )
+
+
 def _shape(layer: str, shapes: Mapping[str, Shape], about: _Settings) -> tuple[int, int]:
     main, bits = "weight_packed" if about.packed else "weight", about.bits
-    for part in (main, "weight_scale"):
-        if len(shapes.get(f"{layer}.{part}", ())) != 2:
-            need(layer, shapes, {part: (0, 0)})
-    N, width = shapes[f"{layer}.{main}"]
-    K, groups = width * 32 // bits if about.packed else width, 1
-    if about.group_size is not None:
-        groups = shapes[f"{layer}.weight_scale"][1]
-        K = groups * about.group_size
+    (N, width), (_, groups) = (matrix(layer, part, shapes) for part in (main, "weight_scale"))
+    K = about.columns(width, groups)
+    if about.group_size is None:
+        groups = 1
+    if f"{layer}.weight_g_idx" in shapes:
+        raise UserError(f"{layer} has columns that are not grouped in order (weight_g_idx), which are not read")
     wanted: dict[str, Shape] = {main: (N, -(-K * bits // 32) if about.packed else K), "weight_scale": (N, groups)}
     if about.packed:
         wanted["weight_shape"] = (2,)
-    if not about.symmetric:
+    zero = f"{layer}.weight_zero_point"
+    if not about.symmetric or (zero in shapes and shapes[zero] != (N, groups)):
         wanted["weight_zero_point"] = (-(-N * bits // 32) if about.packed else N, groups)
     need(layer, shapes, wanted)
     return N, K

@@ -13,6 +13,8 @@ from ..codes import Codes, Scheme, pack, unpack
 from ..quantiser import Quantised
 
 Shape = tuple[int, ...]
+AGAIN = "download it again, or quantise again"
+FLOATS = ("F16", "BF16", "F32")
 
 
 @runtime_checkable
@@ -27,9 +29,16 @@ class Format(Protocol):
     def title(self) -> str:
         """What the key `format` calls it."""
 
+    @property
+    def dtypes(self) -> Mapping[str, Sequence[str]]:
+        """Which of safetensors' types a layer's tensors may have."""
+
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         """Which layers are quantised, and their weights' [N, K], from the tensors' shapes. Refuses, in one line, what
         the format's own rules exclude: a tensor that is missing or of another shape, bits that are not read."""
+
+    def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
+        """What `config` says of a layer that `layers` found, before any of it is read."""
 
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes: ...
     def check(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> None:
@@ -59,16 +68,103 @@ class QuantisedLayers(Mapping[str, Codes]):
         self.form, self.shapes = form, shapes
         self._config, self._tensor = config, tensor
 
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """As the checkpoint's config has them."""
+        return {layer: self.form.scheme(layer, shape, self._config) for layer, shape in self.shapes.items()}
+
     def __getitem__(self, layer: str) -> Codes:
         if layer not in self.shapes:
             raise KeyError(layer)
-        return self.form.read(layer, self._tensor, self._config)
+        return self.form.read(layer, self._finite, self._config)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def _finite(self, name: str) -> Tensor:
+        tensor = self._tensor(name)
+        check_finite(name, tensor)
+        return tensor
+
+
+def open_layers(
+    form: Format,
+    config: Mapping[str, Any],
+    tensor: Callable[[str], Tensor],
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, str],
+) -> QuantisedLayers:
+    """The layers of a checkpoint whose tensors have these shapes and types. Refuses, in one line, what is not as the
+    format and `config` say; values are looked at when a layer is read."""
+    try:
+        layers = form.layers(shapes, config)
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = " ".join(str(error).split())[:200]
+        raise UserError(f"its quantization_config is not one of {form.name} ({told}): {AGAIN}") from None
+    for name, found in dtypes.items():
+        layer, _, part = name.rpartition(".")
+        if layer in layers and found not in (known := form.dtypes.get(part, (found,))):
+            raise UserError(
+                f"{name} is of {found}, but must be of {' or '.join(known)}: the checkpoint is damaged, or of another "
+                f"format; {AGAIN}"
+            )
+    return QuantisedLayers(form, config, tensor, layers)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise UserError(f"{name!r} of the checkpoint is not finite, as it must be: it is damaged; {AGAIN}")
+
+
+def check_groups(name: str, groups: Tensor, group_size: int) -> None:
+    """Refuses groups of columns of another size than is said; the last may be smaller."""
+    K = len(groups)
+    wanted = [min(group_size, K - at) for at in range(0, K, group_size)]
+    inside = bool(((groups >= 0) & (groups < len(wanted))).all())
+    found = torch.bincount(groups.long(), minlength=len(wanted)).tolist() if inside else []
+    if found != wanted:
+        at = next((g for g, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), 0) if inside else 0
+        told = f"{found[at]} columns to group {at}" if inside else f"groups up to {int(groups.max())}"
+        raise UserError(
+            f"{name} gives {told}, but {K} columns are {len(wanted)} groups of {group_size}: it is damaged; {AGAIN}"
+        )
+
+
+def whole(config: Mapping[str, Any], key: str, least: int = 1, *, or_row: bool = False) -> int:
+    """A number in quantization_config. `or_row`: −1, for groups that are whole rows, goes as well."""
+    value = config.get(key)
+    if type(value) is not int or not (value >= least or (or_row and value == -1)):
+        bound = f"a whole number from {least} up" + (", or -1" if or_row else "")
+        raise UserError(f"quantization_config has {key}={_short(value)}, but must have {bound}: {AGAIN}")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool | None:
+    """What quantization_config says; None where it says nothing."""
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise UserError(f"quantization_config has {key}={_short(value)}, but must have true or false: {AGAIN}")
+    return value
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def matrix(layer: str, part: str, shapes: Mapping[str, Shape]) -> tuple[int, int]:
+    """The shape of a layer's tensor, which must have two dimensions."""
+    found = shapes.get(f"{layer}.{part}")
+    if found is None:
+        need(layer, shapes, {part: (0, 0)})
+    assert found is not None
+    if len(found) != 2 or 0 in found:
+        raise UserError(f"{layer}.{part} is {found}, but must be a matrix: it is damaged; {AGAIN}")
+    return found[0], found[1]
 
 
 def words(codes: UInt8[Tensor, "R C"], bits: int) -> Int32[Tensor, "R W"]:

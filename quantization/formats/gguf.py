@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import Shape, float16, need, refuse
+from .format import Shape, check_finite, float16, matrix, need, refuse
 
 GROUP = 32  # columns of a group, in all types that are written
 BLOCKS: Mapping[str, tuple[int, int]] = {  # (columns, bytes) of the types that are read
@@ -28,6 +28,7 @@ BLOCKS: Mapping[str, tuple[int, int]] = {  # (columns, bytes) of the types that 
 class GGUFBlocks:
     name: ClassVar[str] = "gguf"
     title: ClassVar[str] = "gguf"
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {"blocks": ("U8",)}
 
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         found = {}
@@ -35,13 +36,22 @@ class GGUFBlocks:
             if kind not in BLOCKS:
                 raise UserError(f"{layer} is of ggml type {kind}, and {', '.join(BLOCKS)} are read")
             columns, nbytes = BLOCKS[kind]
-            shape = shapes.get(f"{layer}.blocks", (0, 0))
+            shape = matrix(layer, "blocks", shapes)
             need(layer, shapes, {"blocks": (shape[0], -(-shape[-1] // nbytes) * nbytes)})
             found[layer] = shape[0], shape[1] // nbytes * columns
         return found
 
+    def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
+        kind = config["layers"][layer]
+        shift = kind in ("Q4_1", "Q4_K")
+        return Scheme(shape, int(kind[1]), 16 if kind == "Q6_K" else GROUP, not shift, shift)
+
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
-        return codes_of(tensor(f"{layer}.blocks"), config["layers"][layer])
+        codes = codes_of(tensor(f"{layer}.blocks"), config["layers"][layer])
+        for part in (codes.scale, codes.shift):
+            if part is not None:
+                check_finite(f"{layer}.blocks", part)
+        return codes
 
     def check(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> None:
         refuse(self, {layer: _misfits(scheme) for layer, scheme in layers.items()})

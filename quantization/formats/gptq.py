@@ -6,6 +6,7 @@ Version 1 stores zero points less one, and so has none of 0; version 2 stores th
 the second kind that say they are of the first (vllm#38966), so where they are symmetric the zero points decide.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -16,7 +17,8 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import Shape, common, float16, misfits, need, owners, refuse, uneven, unlike, unwords, words
+from .format import AGAIN, FLOATS, Shape, check_groups, common, flag, float16, matrix, misfits, need, owners, refuse
+from .format import uneven, unlike, unwords, whole, words
 
 BITS = (2, 3, 4, 8)
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -29,13 +31,19 @@ class GPTQFormat:
     version: Literal[1, 2] = 2
 
     name: ClassVar[str] = "gptq"
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {
+        "qweight": ("I32",),
+        "qzeros": ("I32",),
+        "scales": FLOATS,
+        "g_idx": ("I32", "I64"),
+    }
 
     @property
     def title(self) -> str:
         return "gptq" if self.version == 1 else "gptq_v2"
 
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-        bits, size = int(config["bits"]), int(config["group_size"])
+        bits, size = _bits_and_size(config)
         if bits not in BITS:
             raise UserError(f"it has GPTQ codes of {bits} bits, and {', '.join(map(str, BITS))} are read")
         _version(config)
@@ -44,44 +52,55 @@ class GPTQFormat:
                 raise UserError(f"quantization_config.dynamic gives {pattern!r} settings of its own, which is not read")
         found = {}
         for layer in owners(shapes, "qweight", ("qzeros", "scales", "g_idx")):
-            rows, N = shapes[f"{layer}.qweight"]
+            rows, N = matrix(layer, "qweight", shapes)
             K = rows * 32 // bits
             groups = 1 if size == -1 else -(-K // size)
-            need(layer, shapes, {"qzeros": (groups, N * bits // 32), "scales": (groups, N)})
-            if f"{layer}.g_idx" in shapes:
+            need(layer, shapes, {"qzeros": (groups, -(-N * bits // 32)), "scales": (groups, N)})
+            if f"{layer}.g_idx" in shapes or flag(config, "desc_act"):
                 need(layer, shapes, {"g_idx": (K,)})
             found[layer] = N, K
         return found
 
-    def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
+    def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
         bits, size = int(config["bits"]), int(config["group_size"])
+        symmetric, grouped = bool(config.get("sym", True)), bool(config.get("desc_act", False))
+        return Scheme(shape, bits, shape[1] if size == -1 else min(size, shape[1]), symmetric, grouped=grouped)
+
+    def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
+        bits, size = _bits_and_size(config)
         qweight, scales = tensor(f"{layer}.qweight"), tensor(f"{layer}.scales")
         K, N = qweight.shape[0] * 32 // bits, qweight.shape[1]
         size = K if size == -1 else min(size, K)
         stored = unwords(tensor(f"{layer}.qzeros"), bits, N).T.contiguous()
-        zero, middle = stored, 2 ** (bits - 1)
-        known = config.get("sym", True) and any(bool((stored == each).all()) for each in (middle - 1, middle))
-        if known:
-            zero = torch.full_like(stored, middle)
-        elif _version(config) == 1:
-            if int(stored.max()) == 2**bits - 1:
-                raise UserError(
-                    f"{layer}.qzeros of version 1 holds {2**bits - 1}, of which programs make a zero point of 0 or of "
-                    f"{2**bits}: give a checkpoint of gptq_v2"
-                )
-            zero = stored + 1
         groups = None
         try:
             given = tensor(f"{layer}.g_idx")
         except KeyError:
             pass
         else:
-            if not 0 <= int(given.min()) <= int(given.max()) < len(scales):
-                raise UserError(f"{layer}.g_idx names groups that {layer}.scales does not have: download it again")
+            check_groups(f"{layer}.g_idx", given, size)
             if not torch.equal(given.long(), torch.arange(K) // size):
                 groups = given.int()
-        codes = unwords(qweight.T, bits, K)
-        return Codes(codes, scales.T.contiguous(), bits, size, zero=zero, groups=groups)
+        found = Codes(unwords(qweight.T, bits, K), scales.T.contiguous(), bits, size, zero=stored, groups=groups)
+        middle, symmetric = 2 ** (bits - 1), flag(config, "sym")
+        if symmetric is not False and any(bool((stored == each).all()) for each in (middle - 1, middle)):
+            return replace(found, zero=torch.full_like(stored, middle))
+        if symmetric:
+            raise UserError(
+                f"{layer}.qzeros holds {int(stored.min())} to {int(stored.max())}, but must hold {middle} alone (or "
+                f"{middle - 1}), as quantization_config says sym=true: say false there if the weights have zero "
+                "points, or download it again"
+            )
+        if _version(config) == 2:
+            _judge(found, stored, 2)
+            return found
+        if int(stored.max()) == 2**bits - 1:
+            raise UserError(
+                f"{layer}.qzeros of version 1 holds {2**bits - 1}, of which programs make a zero point of 0 or of "
+                f"{2**bits}: give a checkpoint of gptq_v2, or say so in quantization_config if it is one"
+            )
+        _judge(found, stored, 1)
+        return replace(found, zero=stored + 1)
 
     def check(self, layers: Mapping[str, Scheme], skipped: Sequence[str]) -> None:
         """The loaders know one description for all layers."""
@@ -129,10 +148,31 @@ class GPTQFormat:
         }
 
 
+def _bits_and_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    return whole(config, "bits"), whole(config, "group_size", or_row=True)
+
+
+def _judge(codes: Codes, stored: Tensor, version: int) -> None:
+    """Warns where zero points seem to be of the other version than is said. Weights are 0 in the mean, or a small part
+    of a step: read by the wrong version, they are a whole step from it."""
+    counts = torch.bincount(codes.column_groups, minlength=stored.shape[1]).float()
+    mean = float(codes.codes.float().mean() - stored.float().mean(0) @ counts / counts.sum())
+    by = {2: abs(mean), 1: abs(mean - 1)}  # version 1: the zero point is one more than what is stored
+    names, other = {1: "gptq", 2: "gptq_v2"}, 3 - version
+    if by[version] < 0.25:
+        return
+    if by[other] < 0.25:
+        told = f"but its zero points are of {names[other]}, by the mean of the weights: correct checkpoint_format if so"
+    else:
+        told = f"and whether its zero points are of {names[other]} cannot be told by the weights"
+    warnings.warn(f"GPTQ weights with zero points are read as {names[version]}, {told}", RuntimeWarning, stacklevel=2)
+
+
 def _version(config: Mapping[str, Any]) -> int:
-    said = config.get("checkpoint_format") or config.get("format") or "gptq"
+    given = [config.get(key) for key in ("checkpoint_format", "format")]
+    said = next((each for each in given if each is not None), "gptq")
     versions = {"gptq": 1, "gptq_v2": 2}
-    if said not in versions:
+    if not isinstance(said, str) or said not in versions:
         raise UserError(f"its GPTQ codes are in the format {said!r}, and {' and '.join(versions)} are read")
     return versions[said]
 

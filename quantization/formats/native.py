@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme, pack, unpack
 from ..quantiser import Quantised
-from .format import Shape
+from .format import AGAIN, FLOATS, Shape, check_groups, matrix, whole
 
 VERSION = 1
 
@@ -18,6 +18,13 @@ VERSION = 1
 class Native:
     name: ClassVar[str] = "decodelab"
     title: ClassVar[str] = "native"
+    dtypes: ClassVar[Mapping[str, Sequence[str]]] = {
+        "codes": ("U8",),
+        "scale": FLOATS,
+        "zero": ("U8",),
+        "shift": FLOATS,
+        "groups": ("I32",),
+    }
 
     def layers(self, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         if config.get("version") != VERSION:
@@ -26,11 +33,22 @@ class Native:
             )
         found = {}
         for layer, about in config["layers"].items():
-            columns, bits, group = about["columns"], about["bits"], about["group_size"]
-            rows = shapes.get(f"{layer}.codes", (0, 0))[0]
+            columns, bits, group = (whole(about, key) for key in ("columns", "bits", "group_size"))
+            parts, activation_bits = set(about["parts"]), about["activation_bits"]
+            if not {"scale"} < parts <= {"scale", "zero", "shift", "groups"} or {"zero", "shift"} <= parts:
+                raise UserError(f"{layer} has the parts {sorted(parts)}, but must have scale, zero or shift: {AGAIN}")
+            if bits > 8 or group > columns or activation_bits not in (None, 8):
+                raise UserError(
+                    f"{layer} has bits={bits}, group_size={group} of {columns} columns and activation_bits="
+                    f"{activation_bits}, but must have at most 8, at most the columns, and 8 or null: {AGAIN}"
+                )
+            rows = matrix(layer, "codes", shapes)[0] if f"{layer}.codes" in shapes else 0
             groups = -(-columns // group)
-            second = "shift" if "shift" in about["parts"] else "zero"
-            wanted = {"codes": (rows, -(-columns * bits // 8)), "scale": (rows, groups), second: (rows, groups)}
+            wanted: dict[str, Shape | None] = {
+                "codes": (rows, -(-columns * bits // 8)),
+                **{part: (rows, groups) if part in parts else None for part in ("scale", "zero", "shift")},
+                "groups": (columns,) if "groups" in parts else None,
+            }
             for part, shape in wanted.items():
                 if shapes.get(f"{layer}.{part}") != shape:
                     raise UserError(
@@ -40,9 +58,20 @@ class Native:
             found[layer] = rows, columns
         return found
 
+    def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
+        """Whether zero points all stand in the middle is not noted."""
+        about = config["layers"][layer]
+        shift, grouped = (part in about["parts"] for part in ("shift", "groups"))
+        return Scheme(shape, about["bits"], about["group_size"], False, shift, grouped, about["activation_bits"])
+
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
         about = config["layers"][layer]
         parts = {part: tensor(f"{layer}.{part}") for part in about["parts"]}
+        top = 2 ** about["bits"] - 1
+        if "zero" in parts and (most := int(parts["zero"].max())) > top:
+            raise UserError(f"{layer}.zero holds {most}, but must hold at most {top}: it is damaged; {AGAIN}")
+        if "groups" in parts:
+            check_groups(f"{layer}.groups", parts["groups"], about["group_size"])
         return Codes(
             unpack(tensor(f"{layer}.codes"), about["bits"], about["columns"]),
             bits=about["bits"],

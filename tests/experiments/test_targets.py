@@ -3,11 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from decodelab.decoding.model.source import ModelSpec, open_source
 from decodelab.errors import UserError
 from decodelab.experiments.cli import main
 from decodelab.experiments.targets import Kernel, describe, vllm
 from decodelab.quantization.codes import Scheme
+from decodelab.quantization.formats import QuantisedLayers
+from decodelab.quantization.formats.gguf import BLOCKS, GGUFBlocks, codes_of
 from decodelab.tests.experiments.bench import Bench
 
 LARGE = Scheme((4096, 4096), 4, 128, True)
@@ -67,6 +71,49 @@ def test_check_tells_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> Non
     out = " ".join(capsys.readouterr().out.split())
     assert "vllm AWQ's own, or Marlin where it pads (8 of 8 products, such as model.layers.0.self_attn.q_proj)" in out
     assert main(words) == 2
-    assert "target=vllm is asked of what quantize would write: name quantization=rtn" in capsys.readouterr().err
+    assert "is asked of what quantize would write, or of a folder that it wrote: name quantization=rtn" in capsys.readouterr().err
     with pytest.raises(UserError, match="target must be one of vllm, or null, got 'sglang'"):
         describe("sglang", None)
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "told"),
+    [
+        ("gptq_v2", ["symmetric=true"], "gptq: 4 bits, whole rows (11 layers); 4 bits, groups of 32 (2 layers); "),
+        ("awq", [], "awq: 4 bits, "),
+        ("compressed_tensors", ["bits=8"], "compressed-tensors: 8 bits, "),
+        ("native", [], "vLLM does not read format=native"),
+    ],
+)
+def test_check_reads_a_folder_as_it_reads_what_would_be_written(
+    bench: Bench, form: str, settings: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["quantization=rtn", "quantization.group_size=32", *(f"quantization.{key}" for key in settings)]
+    model, folder = f"model.path={bench.checkpoint}", bench.root / "made"
+    overrides = "quantization.overrides={model.layers.1.self_attn.v_proj: none}"
+    assert main(["quantize", model, "device=cpu", *given, overrides, f"format={form}", f"output={folder}"]) == 0
+    codes = open_source(ModelSpec(path=str(folder))).codes
+    assert isinstance(codes, QuantisedLayers)
+    if form != "native":  # which does not note whether zero points stand in the middle
+        assert codes.schemes == {name: one.scheme for name, one in codes.items()}
+    capsys.readouterr()
+    check = ["check", "device=cpu", "target=vllm"]
+    assert main([*check, model, *given, overrides, f"format={form}"]) == 0
+    planned = _kernels(capsys.readouterr().out)
+    assert main([*check, f"model.path={folder}"]) == 0
+    out = capsys.readouterr().out
+    assert planned in _kernels(out)
+    assert told in " ".join(out.split())
+
+
+def _kernels(out: str) -> str:
+    """What stands in the row of the target."""
+    joined = " ".join(out.split())
+    return joined.partition("vllm ")[2].partition(" drafting ")[0]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_ggml_type_is_the_scheme_that_its_blocks_come_to(kind: str) -> None:
+    columns, nbytes = BLOCKS[kind]
+    found = codes_of(torch.zeros(1, nbytes, dtype=torch.uint8), kind).scheme
+    assert GGUFBlocks().scheme("l", (1, columns), {"layers": {"l": kind}}) == found
