@@ -120,6 +120,12 @@ class Book:
         """Their numbers, in order."""
         return self._staged_of[sequence]
 
+    def shape(self, sequence: int) -> tuple[int, ...]:
+        """The parents of the sequence's staged rows, all counted from its first one."""
+        mine = self._staged_of[sequence]
+        local = {-1: -1} | {number: i for i, number in enumerate(mine)}
+        return tuple(local[self._parents[number]] for number in mine)
+
     def runs(self, rows: Rows) -> list[Run]:
         """The rows of each sequence, or an error where they cannot all be staged."""
         if rows.first != self.staged:
@@ -156,11 +162,7 @@ class Book:
         if rows.prompt and not earlier and count > LONG_CHAIN:
             return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
         keys = padded_keys(slot + count)
-        if earlier or not rows.chain:
-            local = {-1: -1} | {number: i for i, number in enumerate(mine)}
-            shape = tuple(local[self._parents[number]] for number in mine)
-        else:
-            shape = tuple(range(-1, count - 1))
+        shape = self.shape(sequence) if earlier or not rows.chain else tuple(range(-1, count - 1))
         depth, sees = forest(shape)
         depth_of = np.array(depth)
         at = committed + depth_of[earlier:]

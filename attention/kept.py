@@ -2,8 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float16, Int, Integer
+from jaxtyping import Float, Float16, Int, Int32, Integer
 from torch import Tensor
+
+from ..kernels.verify_attention.keys import Keys
 
 _LARGEST = {8: 127, 4: 7}  # symmetric: no code stands for −128 or −8
 _MOST = torch.finfo(torch.float16).max
@@ -59,6 +61,14 @@ class KeptRows:
         found = [part[:, :, at] if isinstance(at, slice) else part.index_select(2, at) for part in self._parts]
         k, v = found[0] if self.scales is None else dequantise(found[0], found[1], self.dtype)
         return k, v
+
+    def keys(self, block: int, tables: Int32[Tensor, "N M"]) -> Keys:
+        """As they lie, for kernels: blocks of so many slots."""
+        k, v = (part.unflatten(1, (-1, block)).permute(1, 2, 0, 3) for part in self.codes)
+        if self.scales is None:
+            return Keys(k, v, tables=tables)
+        k_scale, v_scale = (part.unflatten(1, (-1, block)).permute(1, 2, 0) for part in self.scales)
+        return Keys(k, v, k_scale, v_scale, tables)
 
     def move(self, source: Int[Tensor, " n"], to: Int[Tensor, " n"]) -> None:
         """Copy slots to others, which may be among them."""

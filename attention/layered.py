@@ -6,14 +6,16 @@ from itertools import chain
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from ..kernels.verify_attention import BLOCK, padded_keys
+from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .cache import rounded
 from .kept import KeptRows
 from .layout import LayerKV, Layout, Sight
+from .reads import Reads, reads
 from .rows import Rows
 
 _STAGING = 64  # rows: staging grows in steps of it, and shrinks to it once a prompt is committed
@@ -111,6 +113,14 @@ class LayeredCache:
         """What the layer's rows look at, as its owner keeps it."""
         one = self.layout.layers[layer]
         return self._kept[one.owner].get(self._looks[part.sequence, one.sight].at)
+
+    def reads(self, parts: Sequence[Part]) -> Reads:
+        return reads(self._book, parts, [(part.sequence,) for part in parts], 1, self.device)
+
+    def keys(self, layer: int, tables: Int32[Tensor, "N M"]) -> Keys | None:
+        """A sequence is a block; of a ring there are none."""
+        one = self.layout.layers[layer]
+        return None if self._is_ring(one.sight) else self._kept[one.owner].keys(self.capacity, tables)
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sight in self._book.sights:

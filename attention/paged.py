@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
+from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .kept import KeptRows
 from .layout import Layout
 from .pages import Pages
+from .reads import Reads, reads
 from .rows import Rows
 
 SPARE = 4  # times what is needed: so much a pool that shares keeps, where its size is not given
@@ -130,6 +132,13 @@ class PagedCache:
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
         """What the layer's rows look at: the owner's rows of the sequence, in order."""
         return self._kept[self.layout.layers[layer].owner].get(self._at[part.sequence])
+
+    def reads(self, parts: Sequence[Part]) -> Reads:
+        tables = [self.pages.table(part.sequence) for part in parts]
+        return reads(self._book, parts, tables, -(-self.capacity // self.pages.size), self.device)
+
+    def keys(self, layer: int, tables: Int32[Tensor, "N M"]) -> Keys:
+        return self._kept[self.layout.layers[layer].owner].keys(self.pages.size, tables)
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sequence, kept in keep.items():

@@ -1,6 +1,7 @@
 """Which of an op's two implementations a tensor gets: the Triton kernel, or the same in torch's own operations."""
 
 import os
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,6 +26,21 @@ def interpreted() -> bool:
 def runs_triton(x: Tensor) -> bool:
     """On a GPU (CUDA or ROCm), and where kernels are interpreted; nothing in float64, which is the references'."""
     return x.dtype != torch.float64 and (x.is_cuda or (x.device.type == "cpu" and interpreted())) and installed()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a model is computed where our kernels run. `row_invariant`: a row has the same bits whatever rows stand
+    beside it, so that greedy speculation emits what plain decoding does; else products are the fastest there are, whose
+    sums have an order by the number of rows. `interpreted`: also on a CPU, where kernels are interpreted.
+    """
+
+    row_invariant: bool = True
+    interpreted: bool = False
+
+    def run_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        on = device.type == "cuda" or (self.interpreted and device.type == "cpu" and interpreted())
+        return on and dtype != torch.float64 and installed()
 
 
 def operand(dtype: torch.dtype) -> torch.dtype:

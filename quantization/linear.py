@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from ..kernels.linear import Linear
 from ..kernels.matmul_w4 import cpu as w4
+from ..kernels.matmul_w4.layer import TritonLinear
+from ..kernels.matmul_w4.op import Weight
 from ..kernels.matmul_w8 import cpu as w8
 from ..kernels.matmul_w8 import rounded_rows
-from .codes import Codes
+from .codes import Codes, pack
 
 _SLICE = 2048  # output rows of the weight that are dequantised at a time, for a prompt
 
@@ -129,10 +131,22 @@ def _rounded(x: Float[Tensor, "T K"]) -> Float[Tensor, "T K"]:
     return (values * scale).to(x.dtype)
 
 
+def by_triton(codes: Codes, bias: Tensor | None, dtype: torch.dtype, row_invariant: bool) -> TritonLinear:
+    """The layer where our kernels run: they take any codes as they are, two a byte or one."""
+    bits = 4 if codes.bits <= 4 else 8
+    groups = None if codes.groups is None else codes.groups.int()
+    stored = pack(codes.codes, 4) if bits == 4 else codes.codes
+    weight = Weight(stored, bits, codes.scale, codes.zero, codes.shift, groups, codes.group_size)
+    rounds = codes.activation_bits is not None
+    name = f"int{codes.bits}" + (" × int8" if rounds else "")
+    K = codes.shape[1]
+    return TritonLinear(weight, K, bias, dtype, name=name, row_invariant=row_invariant, rounds=rounds)
+
+
 class Beside(nn.Module):
     """Layers that read the same input and are quantised differently, as one: their outputs side by side."""
 
-    def __init__(self, parts: Sequence[Linear | QuantisedLinear]) -> None:
+    def __init__(self, parts: Sequence[Linear | QuantisedLinear | TritonLinear]) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.in_features = parts[0].in_features

@@ -12,8 +12,9 @@ from ...attention.cache import DenseCache
 from ...attention.rows import Rows, chains
 from ...errors import UserError
 from ...quantization.codes import Codes
+from .block import Block
 from .config import ModelConfig
-from .decoder import Block, angles
+from .decoder import angles
 from .reading import Weights
 
 _SIDE_BY_SIDE = 2048  # tokens of a forward pass

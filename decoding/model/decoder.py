@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ...attention.book import Placement
 from ...attention.cache import Cache, DenseCache
-from ...attention.kept import spread
 from ...attention.layered import LayeredCache
 from ...attention.paged import PagedCache
 from ...attention.rows import Rows
 from ...errors import UserError
-from ...kernels.linear import Linear
-from ...kernels.verify_attention import causal_attention, row_invariant, verify_attention
+from ...kernels.dispatch import Kernels
+from ...kernels.verify_attention import row_invariant
 from ...quantization.codes import Codes
+from .block import Block
 from .config import ModelConfig
+from .fused import Fused
 from .reading import Product, Weights
 
 # The residual stream that enters layer i (i = layers: that leaves the last one), or what the unembedding reads.
@@ -32,67 +32,6 @@ class Output:
 
     logits: Float[Tensor, "R V"]
     hidden: dict[Tap, Float[Tensor, "T dim"]]
-
-
-class Block(nn.Module):
-    """One layer. Linear layers are attributes so that a quantiser can put others in their place."""
-
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
-        super().__init__()
-        c = config
-        self.layer, self.heads, self.head_dim, self.eps = layer, c.heads, c.head_dim, c.norm_eps
-        entry = c.layout.layers[layer]
-        self.kv_heads, self.sight, self.owns = entry.kv_heads, entry.sight, entry.owner == layer
-        self.rotates, self.bits = c.rotates[layer], entry.bits
-        self.scale = c.head_dim**-0.5
-        at = f"model.layers.{layer}."
-
-        def joined(names: Sequence[str], where: str, bias: bool) -> Product:
-            return weights.product([f"{at}{where}.{n}" for n in names], bias)
-
-        self.qkv = joined(("q_proj", "k_proj", "v_proj") if self.owns else ("q_proj",), "self_attn", c.qkv_bias)
-        self.output = joined(("o_proj",), "self_attn", c.output_bias)
-        self.gate_up = joined(("gate_proj", "up_proj"), "mlp", c.mlp_bias)
-        self.down = joined(("down_proj",), "mlp", c.mlp_bias)
-        self.attention_norm = weights.read(f"{at}input_layernorm.weight")
-        self.mlp_norm = weights.read(f"{at}post_attention_layernorm.weight")
-        self.qk_norm = None
-        if c.qk_norm:  # one weight a head, queries' then keys', so that both are normed in one call
-            q, k = weights.read(f"{at}self_attn.q_norm.weight"), weights.read(f"{at}self_attn.k_norm.weight")
-            self.qk_norm = torch.cat([q.expand(c.heads, -1), k.expand(self.kv_heads, -1)])
-
-    def forward(
-        self, x: Float[Tensor, "T dim"], cos: Tensor, sin: Tensor, cache: Cache, place: Placement
-    ) -> Float[Tensor, "T dim"]:
-        prefill = all(part.causal for part in place.parts)
-        normed = F.rms_norm(x, x.shape[1:], self.attention_norm, self.eps)
-        x = x + self.output(self._attend(self.qkv(normed, prefill=prefill), cos, sin, cache, place), prefill=prefill)
-        gate, up = self.gate_up(F.rms_norm(x, x.shape[1:], self.mlp_norm, self.eps), prefill=prefill).chunk(2, -1)
-        return x + self.down(F.silu(gate).mul_(up), prefill=prefill)
-
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Cache, place: Placement) -> Tensor:
-        T, H, D = qkv.shape[0], self.heads, self.head_dim
-        heads = qkv.view(T, -1, D)
-        qk = heads[:, : H + self.kv_heads] if self.owns else heads
-        if self.qk_norm is not None:
-            qk = F.rms_norm(qk, (D,), None, self.eps) * self.qk_norm[: qk.shape[1]]
-        if self.rotates:  # sin carries the sign of the half that is turned
-            qk = torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin)
-        if self.bits == 4:
-            qk = spread(qk)
-        q = qk[:, :H]
-        parts = []
-        for part in place.parts:
-            a, b = part.first, part.stop
-            if self.owns:
-                cache.write(self.layer, part, qk[a:b, H:], heads[a:b, H + self.kv_heads :])
-            k, v = cache.view(self.layer, part)
-            mine = q[a:b].contiguous()
-            if part.causal:
-                parts.append(causal_attention(mine, k, v, self.scale, *self.sight))
-            else:
-                parts.append(verify_attention(mine, k, v, part.blocked.get(self.sight), self.scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def angles(
@@ -118,14 +57,18 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         codes: Mapping[str, Codes] | None = None,
+        kernels: Kernels | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`tensors` has transformers' parameter names; `codes`: of the layers that are quantised, by name without
-        `.weight`. `progress(done, total)` is called after each layer."""
+        `.weight`. `kernels`: how a GPU computes (None: row-invariant). `progress(done, total)` is called after each
+        layer."""
         super().__init__()
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        weights = Weights(tensors, dtype, self.device, codes or {})
+        kernels = kernels or Kernels()
+        ours = kernels if kernels.run_on(self.device, dtype) else None
+        weights = Weights(tensors, dtype, self.device, codes or {}, ours)
         self.embedding = weights.read("model.embed_tokens.weight")
         if self.embedding.shape != (config.vocab, config.dim):
             said = (config.vocab, config.dim)
@@ -137,7 +80,8 @@ class Decoder(nn.Module):
                 progress(layer + 1, config.layers)
         self.blocks = nn.ModuleList(blocks)
         self.norm = weights.read("model.norm.weight")
-        self.unembedding = Linear(self.embedding) if config.tied else weights.product(["lm_head"], False)
+        self.unembedding = weights.linear(self.embedding) if config.tied else weights.product(["lm_head"], False)
+        self._fused = None if ours is None else Fused.of(config, self.device, ours.row_invariant)
         self._grow(0)
 
     def _grow(self, positions: int) -> None:
@@ -164,7 +108,9 @@ class Decoder(nn.Module):
         """Which code computes what, for a run's record."""
         products = sorted({product.implementation for product in self._products})
         attention = "torch sdpa"
-        if self.device.type == "cpu":
+        if self._fused is not None:
+            attention = self._fused.attention
+        elif self.device.type == "cpu":
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
         return {"linear": ", ".join(products), "attention": attention}
 
@@ -197,13 +143,22 @@ class Decoder(nn.Module):
         Decoding calls it in inference mode; hidden states that a head is trained on are taken under no_grad.
         """
         place = cache.stage(rows)
-        cos, sin = self.cos[place.positions], self.sin[place.positions]
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}
-        for layer in range(len(self.blocks)) if layers is None else layers:
-            if layer in taps:
-                hidden[layer] = x
-            x = self.blocks[layer](x, cos, sin, cache, place)
+        order = range(len(self.blocks)) if layers is None else layers
+        if self._fused is not None:
+            step = self._fused.step(cache, place)
+            for layer in order:
+                if layer in taps:
+                    hidden[layer] = step.stream(x)
+                x = step.through(self.blocks[layer], x)
+            x = step.stream(x)
+        else:
+            cos, sin = self.cos[place.positions], self.sin[place.positions]
+            for layer in order:
+                if layer in taps:
+                    hidden[layer] = x
+                x = self.blocks[layer](x, cos, sin, cache, place)
         if len(self.blocks) in taps:
             hidden[len(self.blocks)] = x
         if "final" not in taps and logits_of is not None:

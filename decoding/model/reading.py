@@ -7,22 +7,26 @@ import torch
 from torch import Tensor
 
 from ...errors import UserError
+from ...kernels.dispatch import Kernels
 from ...kernels.linear import Linear
+from ...kernels.matmul_w4.layer import TritonLinear
+from ...kernels.matmul_w4.op import Weight
 from ...quantization.codes import Codes, alike, stacked
-from ...quantization.linear import Beside, QuantisedLinear
+from ...quantization.linear import Beside, QuantisedLinear, by_triton
 
-Product = Linear | QuantisedLinear | Beside
+Product = Linear | QuantisedLinear | TritonLinear | Beside
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """`tensors` by transformers' parameter names; `codes`: of the layers that are quantised, by name without
-    `.weight`."""
+    `.weight`. `kernels`: that multiply with them, if ours do."""
 
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
     device: torch.device
     codes: Mapping[str, Codes] = field(default_factory=dict)
+    kernels: Kernels | None = None
 
     def read(self, name: str) -> Tensor:
         """Refuses what is missing or not finite."""
@@ -38,16 +42,27 @@ class Weights:
         biases = [self.read(f"{name}.bias") for name in names] if bias else None
         whole = None if biases is None else torch.cat(biases)
         if not any(name in self.codes for name in names):
-            return Linear(torch.cat([self.read(f"{name}.weight") for name in names]), whole)
+            return self.linear(torch.cat([self.read(f"{name}.weight") for name in names]), whole)
         found = [self._codes(name) if name in self.codes else None for name in names]
         quantised = [c for c in found if c is not None]
         if len(quantised) == len(found) and alike(quantised):
-            return QuantisedLinear(stacked(quantised), whole, self.dtype)
-        parts: list[Linear | QuantisedLinear] = []
+            return self._quantised(stacked(quantised), whole)
+        parts: list[Linear | QuantisedLinear | TritonLinear] = []
         for i, (name, c) in enumerate(zip(names, found, strict=True)):
             own = None if biases is None else biases[i]
-            parts.append(Linear(self.read(f"{name}.weight"), own) if c is None else QuantisedLinear(c, own, self.dtype))
+            parts.append(self.linear(self.read(f"{name}.weight"), own) if c is None else self._quantised(c, own))
         return parts[0] if len(parts) == 1 else Beside(parts)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear | TritonLinear:
+        """The product with a weight of 16 bits; cuBLAS's, which is `Linear`'s on a GPU, wherever its order will do."""
+        if self.kernels is None or not self.kernels.row_invariant:
+            return Linear(weight, bias)
+        return TritonLinear(Weight(weight, 16), weight.shape[1], bias, self.dtype, name="dense", row_invariant=True)
+
+    def _quantised(self, codes: Codes, bias: Tensor | None) -> QuantisedLinear | TritonLinear:
+        if self.kernels is None:
+            return QuantisedLinear(codes, bias, self.dtype)
+        return by_triton(codes, bias, self.dtype, self.kernels.row_invariant)
 
     def _codes(self, name: str) -> Codes:
         found = self.codes[name].to(self.device)

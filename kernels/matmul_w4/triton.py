@@ -18,7 +18,8 @@ _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 _PROGRAMS = 256  # about as many fill a GPU
 
 
-@triton.jit
+# Not specialised by the number of rows: what is compiled anew for one row might add in another order.
+@triton.jit(do_not_specialize=["T"])
 @no_type_check  # this one is no Python
 def _product(
     x_ptr,
@@ -94,7 +95,7 @@ def _product(
     tl.store(out_ptr + to, acc, mask=(m[:, None] < T) & (n[None, :] < N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 @no_type_check
 def _summed(parts_ptr, bias_ptr, out_ptr, N, parts, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

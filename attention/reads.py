@@ -1,0 +1,61 @@
+"""What one call for the rows of many sequences is told of a cache: where slots lie, and which of them a row sees."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from ..kernels.verify_attention.keys import Looks
+from .book import Book, Part
+from .rows import forest
+
+_ALIGN = 4  # of 32 bits: kernels are compiled anew for pointers that are not multiples of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Of the rows of some sequences in one forward; `tables`: the blocks of each sequence in its cache's pools."""
+
+    looks: Looks
+    tables: Int32[Tensor, "N M"]
+
+
+def reads(
+    book: Book, parts: Sequence[Part], tables: Sequence[Sequence[int]], width: int, device: torch.device
+) -> Reads:
+    """Of parts that were staged last, whose tables have `width` blocks at most. The device gets one copy."""
+    shapes = [book.shape(part.sequence) for part in parts]
+    counts = [part.stop - part.first for part in parts]
+    staged = np.array([len(shape) for shape in shapes])
+    N, T, W = len(parts), sum(counts), int(staged.max())
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    prefix = np.array([book.length(part.sequence) for part in parts])
+    positions, at, blocked = np.zeros(T), np.zeros((N, W)), np.ones((T, W), dtype=bool)
+    blocks = np.zeros((N, width))
+    for s, (shape, count, table) in enumerate(zip(shapes, counts, tables, strict=True)):
+        depth, sees = forest(shape)
+        mine = slice(starts[s], starts[s + 1])
+        at[s, : len(shape)] = prefix[s] + np.array(depth)
+        positions[mine] = at[s, len(shape) - count : len(shape)]
+        blocked[mine, : len(shape)] = ~sees[len(shape) - count :]
+        blocks[s, : len(table)] = table
+    numbers = [part.astype(np.int32) for part in (starts, prefix, staged, positions, at, blocks)]
+    words = np.zeros(-(-blocked.size // 4), dtype=np.int32)
+    words.view(np.uint8)[: blocked.size] = blocked.reshape(-1)
+    found = _moved([*numbers, words], device)
+    seen = found.pop().view(torch.bool)[: blocked.size].view(T, W)
+    return Reads(Looks(*found[:5], seen, max(counts), book.capacity), found[5])
+
+
+def _moved(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """All in one copy."""
+    ends = np.cumsum([-(-array.size // _ALIGN) * _ALIGN for array in arrays]).tolist()
+    whole = np.zeros(ends[-1], dtype=np.int32)
+    begins = [0, *ends[:-1]]
+    for array, begin in zip(arrays, begins, strict=True):
+        whole[begin : begin + array.size] = array.reshape(-1)
+    there = torch.from_numpy(whole).to(device)
+    return [there[b : b + array.size].view(array.shape) for array, b in zip(arrays, begins, strict=True)]

@@ -1,0 +1,117 @@
+"""A decoder's layers where our kernels run: norms with their residual, rotation, gate and one attention of all rows."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ...attention.book import Placement
+from ...attention.cache import Cache
+from ...attention.kept import spread
+from ...kernels.rms_norm import rms_norm
+from ...kernels.rope import rope
+from ...kernels.swiglu import swiglu
+from ...kernels.verify_attention import causal_attention, verify_attention
+from ...kernels.verify_attention.batch import verify_attention_batch
+from ...kernels.verify_attention.keys import Keys
+from .block import Block
+from .config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What all forwards of one decoder share."""
+
+    inv_freq: Float[Tensor, " half"]
+    rope_scale: float
+    row_invariant: bool
+
+    @staticmethod
+    def of(config: ModelConfig, device: torch.device, row_invariant: bool) -> "Fused":
+        return Fused(torch.tensor(config.inv_freq, device=device), config.rope_scale, row_invariant)
+
+    @property
+    def attention(self) -> str:
+        """Which code computes it, for a run's record."""
+        return f"triton, {'' if self.row_invariant else 'not '}row-invariant; rings and prefill torch sdpa"
+
+    def step(self, cache: Cache, place: Placement) -> "Step":
+        return Step(self, cache, place)
+
+
+class Step:
+    """One forward. What the last product of a layer adds to its stream x is summed by the next layer's norm."""
+
+    def __init__(self, shared: Fused, cache: Cache, place: Placement) -> None:
+        self._shared, self._cache, self._place = shared, cache, place
+        self._few = [part for part in place.parts if not part.causal]
+        self._prefill = not self._few
+        self._reads = cache.reads(self._few) if self._few else None
+        self._added: Tensor | None = None
+
+    @cached_property
+    def _rows(self) -> Int[Tensor, " n"]:
+        """Those of no long chain."""
+        numbers = [row for part in self._few for row in range(part.first, part.stop)]
+        return torch.tensor(numbers, device=self._place.positions.device)
+
+    def stream(self, x: Float[Tensor, "T dim"]) -> Float[Tensor, "T dim"]:
+        """What has gone through the layers so far, where `x` is what the last one returned."""
+        return x if self._added is None else x + self._added
+
+    def through(self, block: Block, x: Float[Tensor, "T dim"]) -> Float[Tensor, "T dim"]:
+        """One layer."""
+        normed, x = rms_norm(x, block.attention_norm, block.eps, self._added)
+        attended = self._attend(block, block.qkv(normed, prefill=self._prefill))
+        normed, x = rms_norm(x, block.mlp_norm, block.eps, block.output(attended, prefill=self._prefill))
+        gated = swiglu(block.gate_up(normed, prefill=self._prefill))
+        self._added = block.down(gated, prefill=self._prefill)
+        return x
+
+    def _attend(self, block: Block, qkv: Float[Tensor, "T HD"]) -> Float[Tensor, "T HqD"]:
+        H, Hkv = block.heads, block.kv_heads if block.owns else 0
+        heads = qkv.view(len(qkv), -1, block.head_dim)
+        q = self._turned(block, heads[:, :H], None if block.qk_norm is None else block.qk_norm[0])
+        if block.owns:
+            k = self._turned(block, heads[:, H : H + Hkv], None if block.qk_norm is None else block.qk_norm[H])
+            for part in self._place.parts:
+                own = slice(part.first, part.stop)
+                self._cache.write(block.layer, part, k[own], heads[own, H + Hkv :])
+        return self._seen(block, q)
+
+    def _turned(
+        self, block: Block, x: Float[Tensor, "T H D"], norm: Float[Tensor, " D"] | None
+    ) -> Float[Tensor, "T H D"]:
+        """Queries or keys as they are compared."""
+        if norm is not None:
+            x = rms_norm(x.reshape(-1, block.head_dim), norm, block.eps)[0].view(x.shape)
+        if block.rotates:
+            x = rope(x, self._place.positions, self._shared.inv_freq, self._shared.rope_scale)
+        return spread(x) if block.bits == 4 else x
+
+    def _seen(self, block: Block, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T HqD"]:
+        keys = None if self._reads is None else self._cache.keys(block.layer, self._reads.tables)
+        if keys is not None and len(self._few) == len(self._place.parts):
+            return self._at_once(block, q, keys)
+        out = q.new_empty(len(q), block.heads * block.head_dim)
+        if keys is not None:
+            out[self._rows] = self._at_once(block, q[self._rows], keys)
+        for part in self._place.parts:
+            if keys is not None and not part.causal:
+                continue
+            k, v = self._cache.view(block.layer, part)
+            own = slice(part.first, part.stop)
+            mine = q[own].contiguous()
+            if part.causal:
+                out[own] = causal_attention(mine, k, v, block.scale, *block.sight)
+            else:
+                out[own] = verify_attention(mine, k, v, part.blocked.get(block.sight), block.scale)
+        return out
+
+    def _at_once(self, block: Block, q: Float[Tensor, "T Hq D"], keys: Keys) -> Float[Tensor, "T HqD"]:
+        assert self._reads is not None
+        return verify_attention_batch(
+            q, keys, self._reads.looks, block.scale, *block.sight, row_invariant=self._shared.row_invariant
+        )
