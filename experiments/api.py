@@ -242,6 +242,7 @@ def compare(
         measured,
         digests={
             "weights": lm.source.digest,
+            "model": lm.source.identity,
             "draft": draft_digest(settings),
             "task": task.digest,
             "quality": None,
@@ -310,7 +311,8 @@ def evaluate(
         "batch": batch,
     }
     resolved = json.loads(json.dumps(described))  # as it is read back
-    digests = {"weights": lm.source.digest, "draft": draft_digest(settings), "task": None, "replay": None}
+    weights, model, draft = lm.source.digest, lm.source.identity, draft_digest(settings)
+    digests = {"weights": weights, "model": model, "draft": draft, "task": None, "replay": None}
     with Heard() as heard, TemporaryDirectory() as apart:
         digests["quality"] = quality_digest(config)
         key = run_key(resolved, digests)

@@ -1,6 +1,5 @@
 """What a run is, known before any weight is loaded: its files, its configuration as it came out, its key."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from .lab import Progress, draft_digest
 from .overlap import Marks, Overlap
 from .quality.evaluate import quality_digest
 from .quantise import as_read, kept_blocks, planned
-from .quantised_folder import READ, REPORT, copy_of
+from .quantised_folder import READ, REPORT, copy_of, read_record
 from .quantising import Quantising
 from .replay import Recording, open_recording
 from .result import run_key
@@ -55,11 +54,10 @@ class Identity:
         """How the quantised weights that are decoded came to be, by their folder; None of weights as stored."""
         made = self.quantising
         path = self.resolved["model"]["path"] if made is None else copy_of(made).path
-        file = Path(path or "").expanduser() / REPORT
-        kept = None if self.source is None else kept_blocks(self.source)
-        if not file.is_file():
-            return kept
-        known = json.loads(file.read_text(encoding="utf-8"))
+        folder = Path(path or "").expanduser()
+        if not (folder / REPORT).is_file():
+            return None if self.source is None else kept_blocks(self.source)
+        known = read_record(folder, REPORT)
         found = {key: known.get(key) for key in ("kind", "settings", "calibration", "source", "warnings")}
         notes = Counter(note for layer in known.get("layers") or () for note in layer["notes"])
         left = Counter((known.get("skipped") or {}).values())
@@ -75,10 +73,10 @@ class Identity:
         if made is not None:
             read = made.settings.calibration
             return None if read is None or made.pieces is None else (Marks.of_pieces(made.pieces), read.overlap)
-        file = Path(self.resolved["model"]["path"] or "").expanduser() / READ
-        if not file.is_file():
+        folder = Path(self.resolved["model"]["path"] or "").expanduser()
+        if not (folder / READ).is_file():
             return None
-        known = json.loads(file.read_text(encoding="utf-8"))
+        known = read_record(folder, READ)
         return Marks(known["marks"]), known["overlap"]
 
 
@@ -106,6 +104,7 @@ def identify(
     quantising = planned(config, source, dtype)
     digests = {
         "weights": source.digest,
+        "model": source.identity,
         **({} if quantising is None else {"quantised": quantising.key}),
         "draft": draft_digest(config.drafting, opened),
         "task": None if task is None else task.digest,
@@ -135,6 +134,7 @@ def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec
     known = recording.run.get("digests", {})
     digests = {
         "weights": source.digest if source else known.get("weights"),
+        "model": source.identity if source else known.get("model"),
         "draft": draft_digest(config.drafting, opened),
         "task": recording.task.digest if recording.task else known.get("task", recording.digest),
         "quality": None,

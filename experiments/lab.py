@@ -141,7 +141,7 @@ class Baseline:
 
 @dataclass(slots=True)
 class Warm:
-    """What a worker keeps from cell to cell: the target loaded last, so that the next cell over the same weights, with
+    """What a worker keeps from cell to cell: the target loaded last, so that the next cell over the same model, with
     the same dtype, device and layout, loads nothing, and the baselines that it timed, each by a digest of all that it
     depends on."""
 
@@ -159,7 +159,7 @@ class Warm:
         if self.loaded is None or not self.holds(source, dtype, device, layout):
             self.loaded = None  # before the next one is there
             decoder = load_decoder(source, dtype=dtype, device=device, layout=layout, progress=progress)
-            self.loaded = (source.digest, dtype, device, layout), decoder
+            self.loaded = (source.identity, dtype, device, layout), decoder
         return self.loaded[1]
 
     def forget(self) -> None:
@@ -168,7 +168,7 @@ class Warm:
 
     def holds(self, source: Source, dtype: torch.dtype, device: torch.device, layout: Layout | None = None) -> bool:
         """Whether this target is in memory."""
-        return self.loaded is not None and self.loaded[0] == (source.digest, dtype, device, layout)
+        return self.loaded is not None and self.loaded[0] == (source.identity, dtype, device, layout)
 
 
 def build_lab(
@@ -186,8 +186,8 @@ def build_lab(
 
 
 def draft_digest(drafting: DrafterSettings, opened: Callable[[ModelSpec], Source] = open_source) -> str | None:
-    """Of the weights of the models that draft, and of the files that its settings name; None without either."""
-    models = [opened(spec).digest for spec in draft_models(drafting)]
+    """Of the models that draft, and of the files that its settings name; None without either."""
+    models = [opened(spec).identity for spec in draft_models(drafting)]
     return ",".join([*models, *(_content(file) for file in files_of(drafting))]) or None
 
 

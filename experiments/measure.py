@@ -377,7 +377,7 @@ class Plain:
 def _circumstances(lab: Lab, seed: int, batch: int) -> list[Any]:
     """What plain decoding's tokens depend on, all but the prompts."""
     law, target = lab.acceptance.law(), lab.target
-    parts = [lab.source.digest, target.config, target.dtype, target.implementation, describe_device(target.device)]
+    parts = [lab.source.identity, target.config, target.dtype, target.implementation, describe_device(target.device)]
     return [*parts, torch.__version__, law, seed if law.sample else None, batch, lab.eos_ids, _code_digest()]
 
 

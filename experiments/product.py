@@ -69,7 +69,7 @@ def product(config: RunConfig, source: Source, teacher: Decoder, folder: Path) -
     plain = replace(
         config, against=None, output=str(reference), tracking=Untracked(), attention=Native(), resolved=resolved
     )
-    warm = Warm(((source.digest, teacher.dtype, teacher.device, None), teacher))
+    warm = Warm(((source.identity, teacher.dtype, teacher.device, None), teacher))
     if code := _examined(plain, warm, console):
         return code
     named = {"name": None, "path": str(folder), "revision": None, "adapter": None}

@@ -13,9 +13,9 @@ from ..quantization.gguf import GGUF
 from ..quantization.none import AsStored
 from .composition import resolve_device, resolve_dtype
 from .config import RunConfig
-from .lab import Progress
+from .lab import Heard, Progress
 from .progress import Watch
-from .quantised_folder import INDEX, REPORT, copy_of, write
+from .quantised_folder import REPORT, check_output, copy_of, read_record, write
 from .quantising import AUTO, Quantising, plan
 
 
@@ -67,7 +67,7 @@ def quantize_job(config: RunConfig) -> int:
     """A folder that model.path=DIR loads."""
     from .gguf_export import export
     from .overrides import search
-    from .quantise_table import read_record, show
+    from .quantise_table import show
 
     if isinstance(config.quantization, AsStored):
         raise UserError("name how, such as quantization=rtn")
@@ -79,10 +79,9 @@ def quantize_job(config: RunConfig) -> int:
             "overrides=auto is not of format=gguf: find them with format=native, and name the file it writes"
         )
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
-    if (folder / INDEX).is_file():
-        raise UserError(f"{folder} holds a model already: name another output")
+    check_output(folder)
     settings, chosen = config.quantization, None
-    with Watch() as watch:
+    with Watch() as watch, Heard() as heard:
         source = open_source(config.model, watch.step)
         if settings.overrides == AUTO:
             chosen = search(settings, source, dtype, form, config.quantize, watch.step)
@@ -92,4 +91,6 @@ def quantize_job(config: RunConfig) -> int:
         if chosen is not None:
             chosen = chosen.verified(folder)
     show(folder, read_record(folder, REPORT), chosen)
+    for told in heard.texts:
+        print(f"note: {told}")
     return 0

@@ -1,6 +1,5 @@
 """What `quantize` prints: the layers, what was skipped, notes, time and memory, by the record in the folder."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,6 @@ def show(folder: Path, record: dict[str, Any], chosen: Chosen | None = None) -> 
     before = f", {record['resumed']} blocks of them done before" if record["resumed"] else ""
     console.print(f"{duration(record['seconds'])}{before}; peak memory of the process {peak}", soft_wrap=True)
     console.print(f"written to {folder}; model.path={folder}", soft_wrap=True)
-
-
-def read_record(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-    return found
 
 
 def _kind(name: str) -> str:

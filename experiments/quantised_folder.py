@@ -1,12 +1,14 @@
 """The folder of a quantised model, made block by block, so that what was broken off goes on where it was."""
 
+import hashlib
 import json
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import save
@@ -14,42 +16,122 @@ from torch import Tensor
 
 from ..decoding.model.calibrated import CalibratedBlock, Passage, passages
 from ..decoding.model.config import ModelConfig
+from ..decoding.model.quantised import STATE
 from ..decoding.model.source import ModelSpec
-from ..decoding.model.storage import atomic_file, cache_dir
-from ..decoding.model.weights import open_safetensors
+from ..decoding.model.storage import atomic_file, cache_dir, explained, file_digest, first_line
+from ..decoding.model.weights import INDEX, open_safetensors, read_json
 from ..errors import UserError
 from ..quantization.codes import Scheme
 from ..quantization.dequantised import most_common, stored_grid
 from ..quantization.sequential import Report, quantise
-from .files import make_folder, write_atomic
+from .files import make_folder, misfit, write_atomic
 from .hardware import peak_memory_bytes
 from .lab import Progress
-from .overlap import Marks
+from .overlap import Marks, Overlap
 from .quantising import Quantising, layer_shapes
 
-INDEX = "model.safetensors.index.json"
-STATE = "quantising.json"  # of a folder that is not whole yet
 REPORT = "quantization.json"
 READ = "calibration.json"  # marks of the rows that were calibrated on
+# Of these files, what their readers take for granted (`misfit`). `files`: digests by name, of what is whole.
+_SHAPES: Mapping[str, Any] = {
+    STATE: {"key": str, "files?": {"*": str}},
+    REPORT: {
+        "kind": str, "settings": dict, "calibration": (dict, None), "source": {"label": str, "digest": str},
+        "warnings?": [str], "layers": [{"notes": [str]}], "skipped": {"*": str}, "files?": {"*": str},
+    },
+    READ: {"overlap": str, "marks": {"*": str}},
+}  # fmt: skip
 
 
 def copy_of(plan: Quantising, progress: Progress | None = None) -> ModelSpec:
-    """The quantised copy in the cache, made where it is not there."""
+    """The quantised copy in the cache, made where it is not there, and made whole where it is damaged."""
     folder = cache_dir() / "quantised" / f"{plan.label.replace('/', '_')}-{plan.key}"
-    if not (folder / INDEX).is_file():
+    if (damaged := _damaged(folder)) is not None:
+        told = f"{folder / damaged} is damaged or gone: what is not as it was written is quantised again"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        try:
+            files = read_record(folder, REPORT).get("files", {})
+        except UserError:
+            files = {}
+        keep(folder, STATE, {"key": plan.key, "files": files})
+    if damaged is not None or not (folder / INDEX).is_file():
         write(plan, folder, progress)
     return ModelSpec(name=plan.label, path=str(folder))
+
+
+def _damaged(folder: Path) -> str | None:
+    """The first file of a copy, or of the beginning of one, that is not as it was written."""
+    if not folder.is_dir() or not entries(folder):
+        return None
+    whole = (folder / INDEX).is_file()
+    try:
+        files = read_record(folder, REPORT if whole else STATE).get("files", {})
+    except UserError:
+        return REPORT if whole else STATE
+    return next((name for name, digest in files.items() if whole and not _is(folder / name, digest)), None)
+
+
+def _is(file: Path, digest: str | None) -> bool:
+    return file.is_file() and file_digest(file) == digest
+
+
+def entries(folder: Path) -> list[str]:
+    """Less what a killed process has left of its writing."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".partial"))
+
+
+def read_record(folder: Path, name: str) -> dict[str, Any]:
+    """STATE, REPORT or READ."""
+    found = read_json(folder / name) if (folder / name).is_file() else None
+    wrong = misfit(found, _SHAPES[name])
+    if name == READ and wrong is None and found is not None and found["overlap"] not in get_args(Overlap):
+        wrong = f"overlap is {found['overlap']!r}"
+    if found is None or wrong is not None:
+        raise UserError(f"{folder / name} is damaged ({wrong}): delete the folder, and quantise again")
+    return found
+
+
+def keep(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    with explained(folder / name):
+        write_atomic(folder / name, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def check_output(folder: Path) -> None:
+    """Refuses, before the work, a folder that is finished, holds something else, or cannot be written."""
+    if (folder / INDEX).is_file() or (folder / f"{folder.resolve().name}.gguf").is_file():
+        raise UserError(
+            f"{folder} holds a model already, and it is whole: load it with model.path={folder}, or name another output"
+        )
+    there = folder.is_dir()
+    make_folder(folder)
+    if not there:  # it is made by what is sure to fill it
+        folder.rmdir()
+    elif not (folder / STATE).is_file() and (others := entries(folder)):
+        raise UserError(f"{folder} is not empty (it holds {others[0]}): name another output")
+
+
+def _begin(folder: Path, plan: Quantising) -> dict[str, str]:
+    """Marks a folder as one that is not whole yet. Refuses one that holds something else; of a beginning of the same
+    quantisation, the digests of its files."""
+    make_folder(folder)
+    if (folder / STATE).is_file():
+        found = read_record(folder, STATE)
+        if found["key"] != plan.key:
+            raise UserError(f"{folder} holds the beginning of another quantisation: name another output, or delete it")
+        return dict(found.get("files", {}))
+    if others := entries(folder):
+        raise UserError(f"{folder} is not empty (it holds {others[0]}): name another output")
+    keep(folder, STATE, {"key": plan.key, "files": {}})
+    return {}
 
 
 def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> list[Report]:
     """The folder of a quantised model: a safetensors file a block, and one for the rest; the index comes last.
 
-    Memory holds one block in float32, twice while it runs with dequantised weights, the text's hidden states
-    (tokens × dim × 4 bytes) and what `Inputs` has of a layer's input (K × K × 4 bytes); not the model, whose tensors
-    are read block by block, but for the pages of its file that the system keeps."""
+    Memory holds what `quantise` says, and not the model, whose tensors are read block by block, but for the pages of
+    its file that the system keeps."""
     began = time.monotonic()
-    make_folder(folder)
-    _begin(folder, plan)
+    known = _begin(folder, plan)
     source, model = plan.source, ModelConfig.from_hf(plan.source.config)
     tensors = source.tensors(progress)
     text = _text(plan, tensors)  # empty where no layer reads any
@@ -63,11 +145,13 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
         name = f"block-{layer:05d}.safetensors"
         file = folder / name
         block = CalibratedBlock(model, layer, tensors, text)
-        done = _read_block(file, block, plan) if file.is_file() else None
+        done = _read_block(file, block, plan) if name in known and _is(file, known[name]) else None
         resumed += done is not None
         if done is None:
             done = list(quantise(block, {n: plan.layers[n] for stage in block.stages for n in stage.names}))
             _write_block(file, block, [_fitted(block, report, plan) for report in done], plan)
+            known |= {name: file_digest(file)}
+            keep(folder, STATE, {"key": plan.key, "files": known})
             done = _read_block(file, block, plan)  # as it is stored: what is broken off goes on from the same
         reports += done
         index |= dict.fromkeys(_stored(block, plan), name)
@@ -107,19 +191,6 @@ def _text(plan: Quantising, tensors: Mapping[str, Tensor]) -> list[Passage]:
     if plan.pieces is None:
         return []
     return passages(plan.pieces.pieces, tensors["model.embed_tokens.weight"].float())
-
-
-def _begin(folder: Path, plan: Quantising) -> None:
-    """Refuses a folder that holds something else."""
-    state = folder / STATE
-    others = [path.name for path in folder.iterdir()]
-    if state.is_file():
-        if json.loads(state.read_text(encoding="utf-8")).get("key") == plan.key:
-            return
-        raise UserError(f"{folder} holds the beginning of another quantisation: name another output, or delete it")
-    if others:
-        raise UserError(f"{folder} is not empty (it holds {others[0]}): name another output")
-    write_atomic(state, json.dumps({"key": plan.key}) + "\n")
 
 
 def _stored(block: CalibratedBlock, plan: Quantising) -> dict[str, Tensor]:
@@ -183,9 +254,14 @@ def _finish(
     config = source.config.to_dict() | {"dtype": str(plan.dtype).removeprefix("torch.")}
     about = plan.form.config(schemes, plan.untouched)
     config["quantization_config"] = about | {"origin": source.digest, "kind": plan.settings.kind}
-    write_atomic(folder / "config.json", json.dumps(config, indent=1, default=str) + "\n")
-    write_atomic(folder / "generation_config.json", json.dumps({"eos_token_id": list(source.eos_ids)}) + "\n")
-    source.tokenizer.save_pretrained(folder)
+    keep(folder, "config.json", config)
+    keep(folder, "generation_config.json", {"eos_token_id": list(source.eos_ids)})
+    try:
+        source.tokenizer.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises no narrower one
+        raise UserError(
+            f"the tokenizer was not written to {folder} ({first_line(error)}): name another output"
+        ) from error
     record = {
         "source": {"label": source.label, "digest": source.digest},
         "settings": asdict(plan.settings),  # type: ignore[call-overload]
@@ -198,12 +274,15 @@ def _finish(
     }
     if plan.pieces is not None:
         assert plan.settings.calibration is not None
-        marks = {"overlap": plan.settings.calibration.overlap, "marks": Marks.of_pieces(plan.pieces).rows}
-        write_atomic(folder / READ, json.dumps(marks) + "\n")
-    write_atomic(folder / REPORT, json.dumps(record, indent=1) + "\n")
+        keep(folder, READ, {"overlap": plan.settings.calibration.overlap, "marks": Marks.of_pieces(plan.pieces).rows})
     size = sum((folder / name).stat().st_size for name in set(index.values()))
-    content = {"metadata": {"total_size": size}, "weight_map": dict(index)}
-    write_atomic(folder / INDEX, json.dumps(content, indent=1) + "\n")
+    content = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(index)}, indent=1) + "\n"
+    names = [name for name in entries(folder) if name not in (STATE, REPORT, INDEX) and (folder / name).is_file()]
+    files = {name: file_digest(folder / name) for name in names}
+    files[INDEX] = hashlib.sha256(content.encode()).hexdigest()
+    keep(folder, REPORT, record | {"files": files})
+    with explained(folder / INDEX):
+        write_atomic(folder / INDEX, content)
     (folder / STATE).unlink(missing_ok=True)  # two runs may make the same copy
 
 

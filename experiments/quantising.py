@@ -105,7 +105,7 @@ def plan(settings: Quantiser, source: Source, dtype: torch.dtype, form: Format, 
         pieces = load_calibration(calibration, settings.kind, source.tokenizer, model.max_positions)
     about = {
         "version": VERSION,
-        "source": source.digest,
+        "source": source.identity,
         "kind": settings.kind,
         "settings": str(settings),
         "calibration": None if pieces is None else pieces.digest,

@@ -71,7 +71,7 @@ def answered(
     the rest. A turn whose prompt leaves no room for `task.max_new_tokens` is left out, with those behind it."""
     mark = digest(
         {
-            "target": lab.source.digest,
+            "target": lab.source.identity,
             "law": asdict(lab.acceptance.law()),
             "dtype": str(lab.target.dtype),
             "seed": seed,

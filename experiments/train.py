@@ -200,7 +200,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
             raise UserError(f"{found[0]} was not made by a training in this folder: name another output")
         make_folder(folder)
         stack.callback(lock_folder(folder, "a training").release)
-        known = _known(config, settings, source.digest, dtype, start)
+        known = _known(config, settings, source.identity, dtype, start)
         if (folder / STATE).exists():
             check_state(folder / STATE, known)
         target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)

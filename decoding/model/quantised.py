@@ -12,6 +12,7 @@ from ...quantization.formats import FORMATS, QuantisedLayers
 from .weights import Stored, StoredTensors, read_json
 
 CONFIG = "quantization_config"  # the key in config.json
+STATE = "quantising.json"  # in a folder that is being quantised, until it is whole
 
 
 def read_quantised(folder: Path, table: Mapping[str, Stored]) -> tuple[Mapping[str, Codes], str | None]:
@@ -35,6 +36,8 @@ def read_quantised(folder: Path, table: Mapping[str, Stored]) -> tuple[Mapping[s
         told = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its {CONFIG} is not one of {method} ({told}): download it again") from None
     origin = config.get("origin")
+    if not isinstance(origin, str | None):
+        raise UserError(f"{folder}: the origin in its {CONFIG} is no digest: download it again")
     return QuantisedLayers(form, config, StoredTensors(table).__getitem__, shapes), origin
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,11 @@ if TYPE_CHECKING:  # transformers costs every command a second, and settings are
     from ...quantization.codes import Codes
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_OF_THE_WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # in config.json
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,8 @@ class Source:
     """A model, all but its weights. `digest` is the sha256 of the stored weights and the adapter, `bytes` their size on
     disk, `eos_ids` what generation_config.json says, else config.json, else the tokenizer. `codes`: of the layers that
     are quantised, each read when it is asked for; `origin`: the digest of the weights that they were made from;
-    `file`: the GGUF file that all of it is read from."""
+    `file`: the GGUF file that all of it is read from; `beside`: a digest of config, ends of text and tokenizer, where
+    they lie beside the weights and not, as in a GGUF file, with them."""
 
     label: str
     config: "transformers.PretrainedConfig"
@@ -52,6 +59,12 @@ class Source:
     codes: Mapping[str, "Codes"] = field(default_factory=dict, repr=False, compare=False)
     origin: str | None = None
     file: Path | None = field(default=None, repr=False, compare=False)
+    beside: str = field(default="", repr=False)
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that the output follows from: `digest` is of the weights alone."""
+        return hashlib.sha256(f"{self.digest} {self.beside}".encode()).hexdigest() if self.beside else self.digest
 
     def tensors(self, progress: Progress | None = None) -> Mapping[str, "torch.Tensor"]:
         """Tensors by transformers' parameter names, each read when it is asked for, in the dtype it is stored in; a
@@ -81,11 +94,16 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
     from .adapter import MergedTensors, read_adapter
     from .config import ModelConfig
     from .gguf import dequantise, unpack
-    from .quantised import Dequantised, read_quantised, weight_shapes
-    from .weights import Stored, StoredTensors, check_shapes, read_headers, read_table, shapes_of, weight_files
+    from .quantised import STATE, Dequantised, read_quantised, weight_shapes
+    from .weights import INDEX, Stored, StoredTensors, check_shapes, read_headers, read_table, shapes_of, weight_files
 
     label, path = _locate(spec, progress, fetch)
     path = _inside(path)
+    if (path / STATE).is_file() and not (path / INDEX).is_file():
+        raise UserError(
+            f"{path} holds a quantisation that was broken off: the `decodelab quantize` command that began it, with "
+            f"output={path}, goes on with it"
+        )
     files = [path] if path.is_file() else []
     folder = unpack(path, file_digest(path)) if files else path
     config = _read_config(folder)
@@ -116,17 +134,19 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
         return stored if adapter is None else MergedTensors(stored, adapter)
 
     digests = [_verified_digest(file) for file in files] + ([adapter.digest] if adapter else [])
+    eos_ids = _eos_ids(folder, config, tokenizer)
     return Source(
         label=f"{label}+{adapter.label}" if adapter else label,
         config=config,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(folder, config, tokenizer),
+        eos_ids=eos_ids,
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         bytes=sum(file.stat().st_size for file in files) + (adapter.nbytes if adapter else 0),
         _read=read,
         codes=codes,
         origin=origin,
         file=path if table is None and adapter is None else None,
+        beside="" if table is None else _beside(folder, eos_ids, tokenizer.chat_template),
     )
 
 
@@ -243,6 +263,14 @@ def _eos_ids(
                 )
             return tuple(dict.fromkeys(ids))
     return ()
+
+
+def _beside(folder: Path, eos_ids: tuple[int, ...], template: object) -> str:
+    from .weights import read_json
+
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _OF_THE_WRITER}
+    files = {name: file_digest(folder / name) for name in _TOKENIZER if (folder / name).is_file()}
+    return hashlib.sha256(json.dumps([config, eos_ids, template, files], sort_keys=True).encode()).hexdigest()
 
 
 def _verified_digest(file: Path) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UserError
 from .config import ModelConfig
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -46,7 +46,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model's folder: those its index names, else model.safetensors."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file():
         names = sorted(set(_weight_map(index).values()))
         for name in names:
@@ -60,7 +60,7 @@ def weight_files(folder: Path) -> list[Path]:
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLED)
     if pickled:
         raise UserError(f"{folder} holds {pickled[0]}, but pickled weights are never read: convert them to safetensors")
-    raise UserError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give a model's folder, or download it again")
+    raise UserError(f"{folder} holds neither {_SINGLE} nor {INDEX}: give a model's folder, or download it again")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -72,10 +72,10 @@ def has_tokenizer(folder: Path) -> bool:
 def read_table(folder: Path, files: list[Path]) -> dict[str, Stored]:
     """Name, file and shape of every tensor, from the files' headers."""
     table = read_headers(files)
-    if (folder / _INDEX).is_file():
-        for name, shard in _weight_map(folder / _INDEX).items():
+    if (folder / INDEX).is_file():
+        for name, shard in _weight_map(folder / INDEX).items():
             if name not in table:
-                raise UserError(f"{folder / shard} lacks {name}, which is there by {_INDEX}: download the folder again")
+                raise UserError(f"{folder / shard} lacks {name}, which is there by {INDEX}: download the folder again")
     return table
 
 
@@ -106,7 +106,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}): download it again") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} holds a JSON {type(content).__name__}, but an object is needed")

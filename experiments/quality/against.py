@@ -119,6 +119,8 @@ def compare(mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: C
 def _differs_in(mine: RunQuality, reference: RunQuality) -> dict[str, Any]:
     """Key → [here, there] of what may differ, as it is what is compared: weights, formats, drafters, versions."""
     here, there = _described(mine), _described(reference)
+    if "model" in mine.digests and "model" in reference.digests:  # an older run has weights alone
+        here["digests.model"], there["digests.model"] = mine.digests["model"], reference.digests["model"]
     for name in ("version", "commit", "torch", "transformers"):
         if name in mine.provenance and name in reference.provenance:
             here[name], there[name] = mine.provenance[name], reference.provenance[name]

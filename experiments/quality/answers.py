@@ -33,16 +33,16 @@ _IN_REQUESTS = (
 
 
 def answers_key(config: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
-    """Of what answers depend on beside their requests: weights, drafter, law, seed, dtype, device, batch; not of the
+    """Of what answers depend on beside their requests: model, drafter, law, seed, dtype, device, batch; not of the
     scorer, so that one that was mended scores what is there."""
     quality = {key: value for key, value in (config.get("quality") or {}).items() if key not in _IN_REQUESTS}
     made = {key: value for key, value in config.items() if key not in _NOT_ASKED}
-    return run_key(made | {"quality": quality}, {name: digests.get(name) for name in ("weights", "draft")})
+    return run_key(made | {"quality": quality}, {name: digests.get(name) for name in ("model", "draft")})
 
 
 class Answers:
-    """Answers by request, for one `key`, which is `answers_key`'s and so holds the digest of the weights: an answer of
-    other weights is never served (lm-eval#4063). With a `path` each is appended to a file, and those there are known.
+    """Answers by request, for one `key`, which is `answers_key`'s and so holds the model's identity: an answer of
+    another model is never served (lm-eval#4063). With a `path` each is appended to a file, and those there are known.
     """
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:

@@ -119,7 +119,8 @@ def grouped(runs: Iterable[Run]) -> list[Group]:
 def _condition(run: Run) -> tuple[str, ...]:
     task = [run.at(f"config.task.{key}") for key in ("max_new_tokens", "chat", "template")]
     asked = [task, run.at("config.batch")] if run.at("digests.task") is not None else None
-    where = [run.at(path) for path in ("digests.weights", "provenance.dtype", "digests.task")]
+    weights = run.at("digests.model") or run.at("digests.weights")  # an older run has these alone
+    where = [weights, run.at("provenance.dtype"), run.at("digests.task")]
     return tuple(_plain(part) for part in (_machine(run), *where, asked))
 
 

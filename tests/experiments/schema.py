@@ -34,7 +34,7 @@ SCHEMA: dict[str, set[str]] = {
 }  # fmt: skip
 ADDED: dict[str, set[str]] = {
     "": {"profile", "timing", "replay", "pages"},
-    "digests": {"quality", "replay"},
+    "digests": {"model", "quality", "replay"},
     "provenance": {"dtype_reason", "clock_mhz", "omp_wait_policy"},
     "baseline": {"burst"},
     "strategy": {"burst", "steps", "steps_without_draft", "by_source"},

@@ -249,7 +249,7 @@ def test_compare_returns_what_result_json_holds(lm: LanguageModel, checkpoint: P
     assert found["decode"]["mbu"] > 0
     draft = {"name": "draft_model", "model": {"path": str(checkpoint)}}
     other = decodelab.compare(lm, [PROMPT], drafting=draft, timing="untimed", max_new_tokens=8)
-    assert other["digests"]["draft"] == other["digests"]["weights"]
+    assert other["digests"]["draft"] == other["digests"]["model"]
     assert other["key"] != found["key"]
     assert other["speedup"] == {"value": None, "low": None, "high": None, "n": None}
 

@@ -11,6 +11,7 @@ import torch
 
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
+from decodelab.errors import UserError
 from decodelab.experiments.cli import main
 from decodelab.experiments.compose import described, groups
 from decodelab.experiments.construct import Constructor
@@ -78,12 +79,17 @@ def quantize(model: Path, output: Path, *words: str) -> int:
         ("smollm3", ("quantization=rtn", "quantization.group_size=32", "quantization.symmetric=true")),
     ],
 )
-def test_the_file_is_the_quantised_model(name: str, words: tuple[str, ...], private: Path) -> None:
+def test_the_file_is_the_quantised_model(
+    name: str, words: tuple[str, ...], private: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a header to take, it is written by config and tokenizer."""
     model = model_of(private, name)
     words = (*words, "quantize.least=0.5")
     assert quantize(model, private / "out", "format=gguf", *words) == 0
     assert sorted(path.name for path in (private / "out").iterdir()) == ["out.gguf", "quantization.json"]
+    if name == "llama":
+        assert quantize(model, private / "out", "format=gguf", *words) == 2
+        assert "out holds a model already, and it is whole: load it with model.path=" in capsys.readouterr().err
     assert quantize(model, private / "native", *words) == 0
     source, native = opened(private / "out"), opened(private / "native")
     assert ModelConfig.from_hf(source.config) == ModelConfig.from_hf(native.config)
@@ -212,5 +218,7 @@ def test_a_tokenizer_of_another_kind_is_refused_and_nothing_is_left(
     assert quantize(model, out, *words) == 2
     assert "would cut texts into other tokens than" in capsys.readouterr().err
     assert not list(out.glob("*.gguf"))
+    with pytest.raises(UserError, match="out holds a quantisation that was broken off: the `decodelab quantize` comm"):
+        opened(out)
     edit_json(model / "tokenizer.json", normalizer=None)
     assert quantize(model, out, *words) == 0, "what the failure left is not in the way"

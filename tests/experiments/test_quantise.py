@@ -1,6 +1,8 @@
 """The job quantize, the copy that a run makes, and what is known of both."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from decodelab.experiments import quantised_folder
 from decodelab.experiments.calibration import draw, load_calibration
 from decodelab.experiments.cli import main
 from decodelab.experiments.overlap import Marks, check_overlap, judging
-from decodelab.experiments.quantised_folder import INDEX, REPORT, STATE, write
+from decodelab.experiments.quantised_folder import INDEX, READ, REPORT, STATE, copy_of, read_record, write
 from decodelab.experiments.quantising import plan
 from decodelab.quantization.formats import NATIVE
 from decodelab.quantization.gptq import GPTQ
@@ -73,6 +75,13 @@ def calibrated(calibration: Path, **more: object) -> list[str]:
     ]
 
 
+def damage(file: Path) -> None:
+    """A bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
 def weights(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != REPORT}
 
@@ -125,9 +134,16 @@ def test_what_is_killed_goes_on_to_the_same_bytes(bench, source, calibration, se
     other = plan(RTN(bits=5, group_size=16), source, torch.float32, NATIVE)
     with pytest.raises(UserError, match="holds the beginning of another quantisation: name another output, or delete"):
         write(other, bench.root / "broken")
-    write(made, bench.root / "broken")
-    assert weights(bench.root / "broken") == weights(bench.root / "whole")
-    assert json.loads((bench.root / "broken" / REPORT).read_text())["resumed"] == 1
+    with pytest.raises(
+        UserError, match=r"broken holds a quantisation that was broken off: the `decodelab quantize` .*"
+    ):
+        open_source(ModelSpec(path=str(bench.root / "broken")))
+    torn = shutil.copytree(bench.root / "broken", bench.root / "torn")
+    damage(torn / "block-00000.safetensors")
+    for name, resumed in (("broken", 1), ("torn", 0)):
+        write(made, bench.root / name)
+        assert weights(bench.root / name) == weights(bench.root / "whole")
+        assert json.loads((bench.root / name / REPORT).read_text())["resumed"] == resumed
 
 
 def test_a_folder_with_something_in_it_is_refused(bench, capsys):
@@ -138,7 +154,7 @@ def test_a_folder_with_something_in_it_is_refused(bench, capsys):
     assert [f.name for f in (bench.root / "copy").iterdir()] == ["mine.txt"]
     assert quantize(bench, "quantization=rtn", output="good") == 0
     assert quantize(bench, "quantization=rtn", output="good") == 2
-    assert "holds a model already: name another output" in told(capsys)
+    assert "holds a model already, and it is whole: load it with model.path=" in told(capsys)
 
 
 def test_a_run_makes_its_copy_once(bench, monkeypatch):
@@ -156,6 +172,102 @@ def test_a_run_makes_its_copy_once(bench, monkeypatch):
     again = json.loads((bench.root / "again" / "result.json").read_text())  # keras#23512: only rounded, and not said
     said = again["provenance"]["quantised"]["warnings"]
     assert said[-2:] == ["of 1 quantised layers: rounded to nearest", "1 layers are not quantised (overrides)"]
+
+
+@pytest.mark.parametrize("name", ["block-00001.safetensors", "tokenizer.json", REPORT, INDEX, STATE])
+@pytest.mark.parametrize("how", ["cut", "bit", "gone"])
+def test_a_damaged_copy_is_made_whole(bench, source, name, how):
+    """One that is whole, or the beginning of one."""
+    made = plan(RTN(group_size=16), source, torch.float32, NATIVE)
+    folder = Path(copy_of(made).path)
+    whole, file = weights(folder), folder / name
+    if name == STATE:
+        (folder / INDEX).unlink()
+        file.write_text(json.dumps({"key": made.key, "files": {}}))
+    match how:
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-9])
+        case "bit" if file.suffix == ".json":
+            file.write_text(file.read_text().replace('"', "'", 1))
+        case "bit":
+            damage(file)
+        case "gone":
+            file.unlink()
+    if how == "gone" and name == INDEX:  # as a copy that was never whole, and says so
+        (folder / STATE).write_text(json.dumps({"key": made.key}))
+        copy_of(made)
+    else:
+        with pytest.warns(RuntimeWarning, match=f"{name} is damaged or gone: what is not as it was written is quant"):
+            copy_of(made)
+    assert weights(folder) == whole
+    assert open_source(copy_of(made)).label == "tiny-rtn-4g16"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (STATE, "{"),
+        (STATE, "[" * 100_000),
+        (STATE, '{"key": [1]}'),
+        (STATE, '{"key": "k", "files": {"a": null}}'),
+        (REPORT, "null"),
+        (REPORT, '{"kind": NaN}'),
+        (REPORT, {"layers": {"a": 1}}),
+        (REPORT, {"layers": [{"notes": "text"}]}),
+        (REPORT, {"skipped": {"a": ["b"]}}),
+        (REPORT, {"source": None}),
+        (READ, '{"overlap": "maybe", "marks": {}}'),
+        (READ, '{"overlap": "warn", "marks": ["a"]}'),
+        (READ, "\udc80"),
+    ],
+)
+def test_a_damaged_record_is_a_line(tmp_path, name, content):
+    if not isinstance(content, str):
+        whole = {"kind": "rtn", "settings": {}, "calibration": None, "source": {"label": "a", "digest": "b"}}
+        content = json.dumps(whole | {"layers": [{"notes": []}], "skipped": {}} | content)
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"^[^\n]*(is damaged|is not JSON|holds a JSON)[^\n]*$"):
+        read_record(tmp_path, name)
+
+
+def test_a_run_of_a_damaged_folder_is_a_line(bench, calibration, capsys):
+    assert quantize(bench, *calibrated(calibration)) == 0
+    for name in (REPORT, READ):
+        kept = (bench.root / "copy" / name).read_text()
+        (bench.root / "copy" / name).write_text("{}")
+        assert bench.run(f"model.path={bench.root / 'copy'}") == 2
+        assert f"{name} is damaged (it has no " in told(capsys)
+        (bench.root / "copy" / name).write_text(kept)
+
+
+def test_a_write_error_leaves_no_model(bench, monkeypatch, capsys):
+    """A line; the folder is known to be unfinished, and the same command goes on."""
+
+    def full(path, text):
+        if path.name == "config.json":
+            raise OSError(errno.ENOSPC, "no space")
+        written(path, text)
+
+    written = quantised_folder.write_atomic
+    monkeypatch.setattr(quantised_folder, "write_atomic", full)
+    assert quantize(bench, "quantization=rtn") == 2
+    assert "the disk is full: " in told(capsys)
+    assert bench.run(f"model.path={bench.root / 'copy'}") == 2
+    assert "copy holds a quantisation that was broken off" in told(capsys)
+    monkeypatch.setattr(quantised_folder, "write_atomic", written)
+    assert quantize(bench, "quantization=rtn") == 0
+
+
+@pytest.mark.parametrize("there", ["mine.txt", None])
+def test_the_output_is_looked_at_before_the_work(bench, calibration, there, monkeypatch, capsys):
+    monkeypatch.setattr("decodelab.experiments.overrides.search", lambda *_: pytest.fail("searched"))
+    (bench.root / "file").write_text("x")
+    if there is not None:
+        (bench.root / "copy").mkdir()
+        (bench.root / "copy" / there).write_text("x")
+    output = "file/copy" if there is None else "copy"
+    assert quantize(bench, *calibrated(calibration), "quantization.overrides=auto", output=output) == 2
+    assert ("is not empty (it holds mine.txt)" if there else "cannot be written (Not a directory)") in told(capsys)
 
 
 def test_a_key_is_of_all_that_the_bytes_depend_on(bench, source, calibration):

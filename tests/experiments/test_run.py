@@ -72,7 +72,7 @@ def test_every_drafter_with_every_rule_in_a_batch(drafting: str, acceptance: str
     assert found["exactness"]["identical"] == 6
     if draft:
         assert found["strategy"]["acceptance_rate"] == 1.0
-        assert found["digests"]["draft"] == found["digests"]["weights"]
+        assert found["digests"]["draft"] == found["digests"]["model"]
     if drafting == "none":
         assert found["strategy"]["tokens_per_step"] == 1.0
 

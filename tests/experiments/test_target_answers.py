@@ -98,6 +98,8 @@ def test_only_what_is_missing_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
     asked.clear()
     assert ask(file, task, lab)[1].digest == again.digest  # what was appended stands on a line of its own
     assert asked == []
+    ask(file, task, replace(lab, source=replace(lab.source, beside="another config")))
+    assert sum(map(len, asked)) == 6
 
 
 def test_what_leaves_no_room_is_left_out_with_what_follows_it(tmp_path: Path):

@@ -60,6 +60,31 @@ def refused(message: str, path: Path | str, **settings: Any) -> None:
 # ---------- folders
 
 
+def test_an_identity_is_of_all_that_the_output_follows_from(tmp_path: Path) -> None:
+    """Not of who wrote it; the digest stays that of the weights, which heads are trained for."""
+    folder = save_folder(tmp_path / "tiny", tiny_model())
+    found = [opened(folder)]
+    edits: list[tuple[str, dict[str, Any]]] = [
+        ("config.json", {"rms_norm_eps": 0.1}),
+        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}),
+        ("generation_config.json", {"eos_token_id": [0, 2]}),
+        ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}),
+        ("tokenizer_config.json", {"model_max_length": 5}),
+    ]
+    for name, changes in edits:
+        edit_json(folder / name, **changes)
+        found.append(opened(folder))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    found.append(opened(folder))
+    assert len({source.identity for source in found}) == len(found)
+    assert len({source.digest for source in found}) == 1
+    edit_json(folder / "config.json", transformers_version="9", _name_or_path="x", torch_dtype="float16", dtype=None)
+    edit_json(folder / "generation_config.json", temperature=0.5)
+    assert opened(folder).identity == found[-1].identity
+    write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    assert (source := opened(tmp_path / "tiny.gguf")).identity == source.digest
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
 def test_a_folder_is_the_model_that_was_saved(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind)

@@ -33,7 +33,7 @@ CONFIG = {
     "seed": 0, "dtype": "float32", "batch": 1, "drafting": {"max_draft": 4}, "task": {"limit": 3}, "against": None,
     "quality": {"tasks": [{"path": "a", "scorer": "f1"}], "epsilon": 0.1, "batch": None, "thinking": None},
 }  # fmt: skip
-DIGESTS = {"weights": "w", "draft": None, "task": "t", "quality": "q"}
+DIGESTS = {"weights": "w", "model": "m", "draft": None, "task": "t", "quality": "q"}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ DIGESTS = {"weights": "w", "draft": None, "task": "t", "quality": "q"}
         (False, {"dtype": "bfloat16"}, {}),
         (False, {"drafting": {"max_draft": 5}}, {}),
         (False, {"unheard": "of"}, {}),
-        (False, {}, {"weights": "v"}),
+        (False, {}, {"model": "v"}),
         (False, {}, {"draft": "d"}),
     ],
 )
