@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from decodelab.kernels import cases
+from decodelab.kernels.cases import paged, quantised, ringed
 from decodelab.kernels.linear.reference import relative_error
 from decodelab.kernels.verify_attention import verify_attention_reference
 from decodelab.kernels.verify_attention.batch import _op, verify_attention_batch
@@ -28,25 +30,7 @@ FORESTS = {  # parents: lone row, chain, tree, forest of two
 
 def looks(prefixes: list[int], shapes: list[str], spare: int = 0) -> Looks:
     """`spare`: columns of `blocked` that no sequence has rows for, and keys by which the bound is too high."""
-    parents = [FORESTS[shape] for shape in shapes]
-    T, width = sum(map(len, parents)), max(map(len, parents)) + spare
-    blocked = torch.ones(T, width, dtype=torch.bool)
-    depth = torch.zeros(len(parents), width, dtype=torch.int64)
-    row = 0
-    for s, mine in enumerate(parents):
-        for i, parent in enumerate(mine):
-            if parent >= 0:
-                blocked[row] = blocked[row - i + parent]
-                depth[s, i] = depth[s, parent] + 1
-            blocked[row, i] = False
-            row += 1
-    counts = torch.tensor([len(mine) for mine in parents])
-    prefix = torch.tensor(prefixes, dtype=torch.int32)
-    key_positions = depth + prefix[:, None]
-    positions = torch.cat([key_positions[s, : len(mine)] for s, mine in enumerate(parents)])
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    most = max(p + len(mine) for p, mine in zip(prefixes, parents, strict=True)) + spare
-    return Looks(starts, prefix, counts.int(), positions, key_positions, blocked, int(counts.max()), most)
+    return cases.looks(prefixes, [FORESTS[shape] for shape in shapes], spare)
 
 
 def tensors(
@@ -55,38 +39,6 @@ def tensors(
     q = torch.randn(T, heads[0], D, generator=rng).to(dtype)
     k, v = (torch.randn(N, S, heads[1], D, generator=rng).to(dtype) for _ in range(2))
     return q, Keys(k, v)
-
-
-def paged(keys: Keys, block: int, rng: torch.Generator) -> Keys:
-    """The same, in blocks strewn over a pool whose other blocks are NaN."""
-    N, S = keys.k.shape[:2]
-    per = -(-S // block)
-    total = N * per + 3
-    tables = torch.randperm(total, generator=rng)[: N * per].view(N, per).int()
-
-    def strewn(stored: Tensor | None) -> Tensor | None:
-        if stored is None:
-            return None
-        pool = torch.empty(total, block, *stored.shape[2:], dtype=stored.dtype)
-        fill = torch.empty(N, per * block - S, *stored.shape[2:], dtype=stored.dtype)
-        pool[tables.long()] = torch.cat([stored, fill], 1).unflatten(1, (per, block))
-        return pool
-
-    return Keys(*map(strewn, (keys.k, keys.v, keys.k_scale, keys.v_scale)), tables)
-
-
-def quantised(keys: Keys, bits: int) -> Keys:
-    def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-        most = 2 ** (bits - 1) - 1
-        scale = (x.float().abs().amax(-1) / most).half()
-        codes = (x.float() / scale.float()[..., None]).round().clamp(-most, most).to(torch.int8)
-        if bits == 4:
-            codes = (codes + 8).view(torch.uint8)
-            codes = codes[..., ::2] | codes[..., 1::2] << 4
-        return codes, scale
-
-    (k, k_scale), (v, v_scale) = rounded(keys.k), rounded(keys.v)
-    return Keys(k, v, k_scale, v_scale)
 
 
 def check(q: Tensor, keys: Keys, some: Looks, window: int | None = None, sink: int = 0) -> Tensor:
@@ -145,22 +97,10 @@ def test_windows_may_be_kept_as_rings(bits: int, window: int, sink: int, rng: to
     keys = keys if bits == 16 else quantised(keys, bits)
     prefixes = [300, 1, 5, 24]
     some = looks(prefixes, ["tree", "row", "row", "tree"])
-    staging = window + sink + 1
-
-    def kept(stored: Tensor | None) -> Tensor | None:
-        if stored is None:
-            return None
-        ring = torch.empty(4, staging + 6, *stored.shape[2:], dtype=stored.dtype)  # what is not written is NaN
-        for s, prefix in enumerate(prefixes):
-            for p in range(prefix):
-                ring[s, p if p < sink else sink + (p - sink) % window] = stored[s, p]
-            ring[s, staging:] = stored[s, prefix : prefix + 6]
-        return ring
-
-    ring = Keys(*map(kept, (keys.k, keys.v, keys.k_scale, keys.v_scale)), ring=staging)
+    ring = ringed(keys, prefixes, 6, window, sink, gap=1)
     want = check(q, keys, some, window, sink)
     assert torch.equal(check(q, ring, some, window, sink), want)
-    assert torch.equal(check(q, replace(paged(ring, 4, rng), ring=staging), some, window, sink), want)
+    assert torch.equal(check(q, paged(ring, 4, rng), some, window, sink), want)
 
 
 def test_a_window_is_of_positions_and_counts_the_row_itself(rng: torch.Generator) -> None:
