@@ -87,7 +87,8 @@ def check(config: RunConfig) -> int:
         if kept is not None:
             rows["quantization"] = kept["settings"]
         if config.target is not None:
-            rows[config.target] = describe(config.target, look.quantising, target if isinstance(target, Source) else None)
+            source = target if isinstance(target, Source) else None
+            rows[config.target] = describe(config.target, look.quantising, source)
         rows["drafting"] = _drafter(config.drafting)
         rows["acceptance"] = _rule(config.acceptance)
         rows["task"] = _prompts(task, config.task)

@@ -164,7 +164,9 @@ def _parsed(word: str) -> "Override":
         if split:
             remedy = f"its brackets do not match: put single quotes around the whole argument, '{key}=[…]'"
         elif value[0] in "[{" and not listed:
-            remedy = f"""quote the texts in it, and put single quotes around the whole argument: '{key}=[{{path: "…"}}]'"""
+            remedy = (
+                f"""quote the texts in it, and put single quotes around the whole argument: '{key}=[{{path: "…"}}]'"""
+            )
         raise UserError(f"{word!r} is not understood ({_line(error)}); {remedy}") from None
 
 

@@ -163,6 +163,8 @@ def plan(config: RunConfig) -> int:
 
 
 def _planned(config: RunConfig) -> _Planned:
+    if config.pages.size is not None:
+        raise UserError(f"pages.size is of a run: plan counts pages of plan.page={config.pages.size} tokens")
     a = architecture_of(config.model)
     hardware = config.hardware
     on_paper = None not in (hardware.bandwidth, hardware.flops, hardware.memory)
@@ -256,7 +258,7 @@ def _facts(p: _Planned) -> Table:
         most = max(layer.kv_heads for layer in own.layers)
         table.add_row("  on each device", f"{_gb(p.batch * held)}: max(1, KV heads ÷ {setup.devices}) = {most} a layer")
     stored = f", {getattr(setup.quantiser, 'kind', 'as computed')}"
-    table.add_row("weights", f"{_gb(setup.weight_bytes)} ({_billions(parameters(a))} parameters{stored})")
+    table.add_row("weights stored", f"{_gb(setup.weight_bytes)} ({_billions(parameters(a))} parameters{stored})")
     room = p.room(setup)
     kept = f"{_gb(room.memory)} less {_gb(room.reserve)} in reserve (activations, graphs, allocator)"
     drafts = f", {_gb(room.drafter)} of draft models" if room.drafter else ""
@@ -328,7 +330,7 @@ def _layouts(p: _Planned) -> Table:
 
 
 def _weights(p: _Planned) -> Table:
-    table = columns("weights", "size", "headroom", "fit", "tpot")
+    table = columns("weights", "stored", "headroom", "fit", "tpot")
     name = str(p.dtype).removeprefix("torch.")
     shown: dict[str, Quantiser | AsStored] = {name: AsStored()}
     shown |= {f"{bits} bits, groups of 64": RTN(bits=bits) for bits in (8, 4)}
@@ -414,7 +416,7 @@ def _notes(p: _Planned) -> Iterator[str]:
     if fit < p.batch:
         yield f"batch={p.batch} does not fit: {fit:,} do; times are those of {p.batch} all the same"
     if any(layer.window is not None for layer in p.setup.layout.layers):
-        yield "windowed layers are counted with min(T, window + sinks) tokens; the cache here keeps all, and masks them"
+        yield "windowed layers are counted with min(T, window + sinks) tokens; a run with pages.size keeps all, and masks them"
     if p.context > p.setup.architecture.max_positions:
         yield f"the model's own context ends at {p.setup.architecture.max_positions:,} tokens"
     if needs.prefill_hidden or needs.taps:

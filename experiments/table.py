@@ -9,8 +9,22 @@ from rich.table import Table
 from rich.text import Text
 
 from . import metrics
-from .format import chance, counted, few_tokens, interval, noise_floor, number, percent, positions, seconds, share, size, sources
+from .format import (
+    chance,
+    counted,
+    few_tokens,
+    interval,
+    noise_floor,
+    number,
+    percent,
+    positions,
+    seconds,
+    share,
+    size,
+    sources,
+)
 from .measure import Sample
+from .quality.against import overall
 
 _MEANING = {
     "exact": "token for token what plain decoding emits",
@@ -55,7 +69,8 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
     if r["quality"]:
         yield [*_quality(r["quality"])]
         if r["quality"]["against"]:
-            yield [*comparison(r["quality"]["against"])]
+            verdict, why = overall(r["quality"]["against"], r["quality"].get("divergence"))
+            yield [*comparison(r["quality"]["against"]), Text(f"overall {verdict}: {why}", style=_JUDGED[verdict])]
         if r["quality"].get("divergence"):
             yield [*divergence(r["quality"]["divergence"])]
     if r["compare_hf"]:
@@ -84,7 +99,9 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
         )
     if (all_ := found["combined"]) is not None:
         verdict = Text(all_["verdict"], style=_JUDGED[all_["verdict"]])
-        table.add_row(f"mean of {len(all_['tasks'])}", "", _change(all_), "", f"{all_['p']:.3f}", verdict)
+        table.add_row(
+            f"mean of {len(all_['tasks'])}", "", _change(all_), "", f"{all_.get('p_holm', all_['p']):.3f}", verdict
+        )
     yield table
     yield from map(Text, _remarks(found))
 
@@ -149,7 +166,7 @@ def _remarks(found: Mapping[str, Any]) -> Iterator[str]:
     if found["interrupted"]["reference"]:
         yield "note: the reference was interrupted"
     changed = sum(task["metrics"][task["main"]]["changed"] for task in found["tasks"].values())
-    yield f"items changed: {changed} (flips.jsonl, worst first); p is corrected for all tasks (Holm)"
+    yield f"items changed: {changed} (flips.jsonl, worst first); p is corrected for all tasks and their mean (Holm)"
 
 
 def columns(*names: str) -> Table:

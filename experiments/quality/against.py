@@ -13,7 +13,8 @@ perplexity ratio, paired bootstrap over documents                 sign-flip perm
 Verdicts, at ε, for the task's main metric; a difference is signed so that above 0 this run is better:
   equivalent  the two one-sided tests (Schuirmann 1987) at 5 % hold: the 90 % interval lies strictly within ±ε; for
               perplexity that of the ratio within 1/(1 + ε) and 1 + ε
-  worse       not that, the 95 % interval lies below 0, and p, corrected for all tasks (Holm), is under 0.05
+  worse       not that, the 95 % interval lies below 0, and p, corrected for all tasks and their mean (Holm), is under
+              0.05
   better      the same, above 0
   undecided   anything else: `detectable` says what difference so many items would have found (80 % power, 5 %)
 
@@ -51,6 +52,8 @@ from .comparable import common_tasks, refuse
 from .run_quality import Pair, RunQuality, check_scores, is_ratio, items_of, pairs_of, read_quality
 
 Verdict = Literal["worse", "better", "equivalent", "undecided"]
+
+_NAMED = 3  # tasks that a verdict comes from
 
 # Keys of a configuration that are compared by themselves, or change no score.
 _NOT_LISTED = (
@@ -98,7 +101,13 @@ def compare(mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: C
         for run in (mine, reference):
             check_scores(run, name, mine.quality["tasks"][name])
     tasks = {name: _task(mine, reference, name, epsilon) for name in common_tasks(mine, reference)}
-    corrected = holm([task["metrics"][task["main"]]["p"] for task in tasks.values()])
+    combined = _combined(mine, reference, tasks)
+    compared = [task["metrics"][task["main"]] for task in tasks.values()] + [combined] * (combined is not None)
+    *corrected, last = holm([one["p"] for one in compared])
+    if combined is None:
+        corrected.append(last)
+    else:
+        combined |= {"p_holm": last, "verdict": _verdict(combined, last, epsilon, True)}
     for task, p in zip(tasks.values(), corrected, strict=True):
         task["p_holm"] = p
         task["verdict"] = _verdict(task["metrics"][task["main"]], p, epsilon, task["higher_is_better"])
@@ -112,7 +121,7 @@ def compare(mine: RunQuality, reference: RunQuality, *, epsilon: float, allow: C
         "only_there": [name for name in there if name not in here],
         "interrupted": {"mine": mine.quality["interrupted"], "reference": reference.quality["interrupted"]},
         "tasks": tasks,
-        "combined": _combined(mine, reference, tasks, epsilon),
+        "combined": combined,
     }
 
 
@@ -257,9 +266,7 @@ def _verdict(effect: Mapping[str, Any], p: float, epsilon: float, higher_is_bett
     return "better" if p < SIGNIFICANT and low > 0 else "undecided"
 
 
-def _combined(
-    mine: RunQuality, reference: RunQuality, tasks: Mapping[str, Mapping[str, Any]], epsilon: float
-) -> dict[str, Any] | None:
+def _combined(mine: RunQuality, reference: RunQuality, tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """The mean of the tasks' differences, each task counting alike; above 0 this run is better. Perplexities, which are
     no scores, are not in it. None under two tasks."""
     columns = {
@@ -290,7 +297,40 @@ def _combined(
         "test": "sign flip",
         "p": p,
     }
-    return {"tasks": list(columns), **found, "verdict": _verdict(found, p, epsilon, True)}
+    return {"tasks": list(columns), **found}
+
+
+def overall(found: Mapping[str, Any], divergence: Mapping[str, Any] | None) -> tuple[Verdict, str]:
+    """One verdict of `quality.against`, with `quality.divergence` where it was measured, and what it rests on.
+
+    Worse: a task or their mean is; or no task is better, and KL, whose exponential is how much more perplexing what the
+    reference foretells has become, lies with its interval above 1 + ε and above what rounding alone does.
+    """
+    verdicts = {name: task["verdict"] for name, task in found["tasks"].items()}
+    if (mean := found["combined"]) is not None:
+        verdicts[f"the mean of {len(mean['tasks'])}"] = mean["verdict"]
+    told = f"{len(found['tasks'])} main metrics"
+    told += ", p corrected for their number" if mean is None else " and their mean, p corrected for all (Holm)"
+    lost = None
+    if divergence and divergence["reference"]["key"] == found["reference"]["key"]:
+        kl, floor = divergence["kl"], divergence["floor"]
+        told += f", and KL: the reference's own predictions are {exp(kl['value']):.2f}× as perplexing here"
+        noise = 0.0 if floor is None else floor["kl"]
+        if kl["low"] is not None and kl["low"] > max(noise, log1p(found["epsilon"])):
+            lost = f"KL {kl['value']:.2g}"
+    known = {task["verdict"] for task in found["tasks"].values()}
+    verdict: Verdict = "undecided"
+    if "worse" in verdicts.values() or (lost is not None and "better" not in known):
+        verdict = "worse"
+    elif known == {"equivalent"}:
+        verdict = "equivalent"
+    elif known <= {"better", "equivalent"}:
+        verdict = "better"
+    alone = [name for name, one in verdicts.items() if one == verdict != "equivalent"]
+    by = [*alone[:_NAMED], *([f"{len(alone) - _NAMED} more"] if len(alone) > _NAMED else ())]
+    by += [lost] if lost is not None and verdict == "worse" else []
+    shown = f" ({verdict} by {', '.join(by)})" if by and verdict in ("worse", "better") else ""
+    return verdict, f"it rests on {told}{shown}"
 
 
 def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:

@@ -261,8 +261,13 @@ def _wrong(made: Recorded) -> str | None:
     sizes = {"ids": (T, k), "logp": (T, k), "others": (T,), "choice": (T,)}
     if not T or any(getattr(top, name).shape != size for name, size in sizes.items()):
         return "its answers and its predictions do not fit"
-    read = torch.tensor([token for gold in made.golds for passage in gold.passages for part in passage for token in part])
-    if any(ids.is_floating_point() or not 0 <= int(ids.min()) <= int(ids.max()) < vocab for ids in (top.ids, top.choice, read)):
+    read = torch.tensor(
+        [token for gold in made.golds for passage in gold.passages for part in passage for token in part]
+    )
+    if any(
+        ids.is_floating_point() or not 0 <= int(ids.min()) <= int(ids.max()) < vocab
+        for ids in (top.ids, top.choice, read)
+    ):
         return f"its tokens are not all among the {vocab} of its vocabulary"
     if any(part.dtype != torch.float32 for part in (top.logp, top.others)):
         return "its probabilities are not in float32"

@@ -10,6 +10,7 @@ from ... import __version__
 from ...errors import UserError
 from ..files import read_lines, read_result
 from ..format import chance, counted, few_tokens, noise_floor, percent, share
+from ..quality.against import overall
 from .drawing import DARK, LIGHT
 from .load import Run, at
 from .rows import drafter, model
@@ -24,8 +25,8 @@ _MEANING = {
     "undecided": "neither a loss nor its absence is shown by so few items",
 }
 _RULE = (
-    "Overall: worse if any task, or the mean of the tasks, is worse; equivalent if all tasks are; better if all are "
-    "better or equivalent; else undecided."
+    "Overall: worse if any task, or the mean of the tasks, is worse, or KL with its interval lies above log(1 + ε) and "
+    "no task is better; equivalent if all tasks are; better if all are better or equivalent; else undecided."
 )
 _ABOUT_KL = (
     "KL(reference‖run) of each token of the gold answers, read as they stand; a lower bound, since the reference's "
@@ -58,12 +59,12 @@ def certificate(folder: Path) -> Certificate:
     if not found:
         raise UserError(f"{folder} was compared with no reference: run it with quality.tasks=[…] against=DIR")
     try:
-        overall = _overall(found)
+        verdict, why = overall(found, run.at("quality.divergence"))
         sections = [_tasks(found), *_tokens(run), _flips(folder, found), _made(run), _origins(run)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} is not as this version writes a run ({error!r}); run it again") from None
     title = f"{_named(run)} against {found['reference']['folder']}"
-    return Certificate(title, overall, _MEANING[overall], tuple(sections))
+    return Certificate(title, verdict, f"{_MEANING[verdict]}; {why}", tuple(sections))
 
 
 def _named(run: Run) -> str:
@@ -82,15 +83,6 @@ def _quantiser(made: Mapping[str, Any]) -> str:
     bits, group = (at(made, f"settings.{key}") for key in ("bits", "group_size"))
     told = [str(made["kind"]), *([f"{bits} bits"] if bits else ()), *([f"group {group}"] if group else ())]
     return " ".join(told)
-
-
-def _overall(found: Mapping[str, Any]) -> str:
-    verdicts = [task["verdict"] for task in found["tasks"].values()]
-    if "worse" in verdicts or at(found, "combined.verdict") == "worse":
-        return "worse"
-    if set(verdicts) == {"equivalent"}:
-        return "equivalent"
-    return "better" if set(verdicts) <= {"better", "equivalent"} else "undecided"
 
 
 # --- what was found
@@ -117,10 +109,12 @@ def _tasks(found: Mapping[str, Any]) -> Section:
         )
     if (mean := found["combined"]) is not None:
         label = f"mean of {len(mean['tasks'])}"
-        rows.append((label, "", "", _effect(mean), chance(mean["p"]), str(mean["n"]), "", mean["verdict"]))
+        rows.append(
+            (label, "", "", _effect(mean), chance(mean.get("p_holm", mean["p"])), str(mean["n"]), "", mean["verdict"])
+        )
     lines = [
-        f"ε, a difference that does not matter: {found['epsilon']:g}. p is corrected for all tasks (Holm). Detectable: "
-        "the least difference that so many items show in 4 of 5 such comparisons.",
+        f"ε, a difference that does not matter: {found['epsilon']:g}. p is corrected for all tasks and their mean (Holm). "
+        "Detectable: the least difference that so many items show in 4 of 5 such comparisons.",
         _RULE,
     ]
     lines += [f"{one['what']} differs in {', '.join(one['tasks'])}, as was accepted" for one in found["allowed"]]

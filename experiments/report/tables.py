@@ -53,7 +53,7 @@ COLUMNS: Sequence[Column] = (
     Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 6),
     Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 5),
 )
-WEIGHTS = Column("weights", lambda row: size(row.run.number("memory.weights_bytes")), 3)
+WEIGHTS = Column("weights in memory", lambda row: size(row.run.number("memory.weights_bytes")), 3)
 MEMORY: Sequence[Column] = (
     WEIGHTS,
     Column("KV cache", lambda row: size(row.run.number("memory.kv_bytes"))),

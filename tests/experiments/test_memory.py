@@ -21,6 +21,8 @@ from decodelab.experiments.compare_hf import HfPeer
 from decodelab.experiments.hardware import Peaks
 from decodelab.experiments.lab import Warm
 from decodelab.experiments.memory import MARGIN, Held, Plan
+from decodelab.experiments.planning import Architecture, Setup
+from decodelab.experiments.result import _memory
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_model
 from decodelab.tests.experiments.bench import strict
 
@@ -44,9 +46,14 @@ def test_the_estimate_is_what_the_decoder_holds(tied: bool, private: Path):
     source = open_source(ModelSpec(path=str(save_folder(private / "model", tiny_model(tie_word_embeddings=tied)))))
     decoder = load_decoder(source, dtype=torch.float32)
     held = Held.of(source, torch.float32, CPU)
+    about = Architecture.of("model", source.config.to_dict())
+    planned = Setup(about, about.layout, itemsize=4)
+    assert planned.weight_bytes == held.bytes  # what is stored, a tied table once
     norms = [decoder.norm, *(norm for block in decoder.blocks for norm in (block.attention_norm, block.mlp_norm))]
     assert held.bytes + held.packed == decoder.weight_bytes + decoder.embedding.nbytes + sum(n.nbytes for n in norms)
     assert bool(held.packed) == tied
+    in_memory = _memory(decoder, [], None)["weights_bytes"]
+    assert in_memory == held.bytes + held.packed - sum(n.nbytes for n in norms)
     assert Held.of(source, torch.bfloat16, CUDA) == Held(source.label, held.bytes // 2, 0)
 
 

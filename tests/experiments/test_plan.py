@@ -90,7 +90,7 @@ def test_another_layout_and_quantiser_are_rows_of_their_own(plan):
     )
     assert row(told, "asked for *")[0].strip() == "128.0"
     assert row(told, "asked for, rtn *")
-    assert "weights             5.0 GB (8.03 B parameters, rtn)" in told
+    assert "weights stored      5.0 GB (8.03 B parameters, rtn)" in told
 
 
 def test_times_are_a_rooflines(plan):
@@ -170,6 +170,7 @@ def test_a_config_of_ones_own(plan, tmp_path):
         ),
         (["model.path=FILE"], "cannot be read as a config"),
         (["model.path=LIST"], "is no config: it holds a list"),
+        (["model=llama-3-8b", "pages.size=8"], "pages.size is of a run: plan counts pages of plan.page=8 tokens"),
         (["model=llama-3-8b", "context=0"], "context must be at least 1, got 0"),
         (["model=llama-3-8b", "context=9000"], "context=9000, but 8192 tokens are reserved"),
         (["model=llama-3-8b", "hardware.devices=3"], "hardware.devices=3 does not divide the 32 attention heads"),

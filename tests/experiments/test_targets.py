@@ -71,7 +71,10 @@ def test_check_tells_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> Non
     out = " ".join(capsys.readouterr().out.split())
     assert "vllm AWQ's own, or Marlin where it pads (8 of 8 products, such as model.layers.0.self_attn.q_proj)" in out
     assert main(words) == 2
-    assert "is asked of what quantize would write, or of a folder that it wrote: name quantization=rtn" in capsys.readouterr().err
+    assert (
+        "is asked of what quantize would write, or of a folder that it wrote: name quantization=rtn"
+        in capsys.readouterr().err
+    )
     with pytest.raises(UserError, match="target must be one of vllm, or null, got 'sglang'"):
         describe("sglang", None)
 

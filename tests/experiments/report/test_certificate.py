@@ -3,6 +3,7 @@
 import json
 import re
 from copy import deepcopy
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ def test_the_certificate_of_a_quantised_run(bench: Bench, capsys: pytest.Capture
     assert f"written to {less / 'certificate.md'}, {less / 'certificate.html'}" in printed
 
     assert text.startswith(f"# {bench.checkpoint.name}, rtn 3 bits group 32 against ")
-    assert "**undecided**: neither a loss nor its absence is shown by so few items." in text
+    ratio = exp(result["quality"]["divergence"]["kl"]["value"])
+    rests = "it rests on 2 main metrics and their mean, p corrected for all (Holm), and KL: the reference's own "
+    rests += f"predictions are {ratio:.2f}× as perplexing here"
+    assert f"**undecided**: neither a loss nor its absence is shown by so few items; {rests}." in text
     for name, task in result["quality"]["against"]["tasks"].items():
         effect = task["metrics"][task["main"]]
         row = next(line for line in text.splitlines() if line.startswith(f"| {name}, "))
@@ -91,23 +95,28 @@ def test_the_certificate_of_a_quantised_run(bench: Bench, capsys: pytest.Capture
     assert "<script" not in html
     assert not re.search(r"https?://", html)  # it asks for nothing
 
-    def verdicts(result: dict[str, Any], *given: str, mean: str = "undecided") -> None:
+    def verdicts(result: dict[str, Any], *given: str, mean: str, kl: float) -> None:
         found = result["quality"]["against"]
         for task, verdict in zip(found["tasks"].values(), given, strict=True):
             task["verdict"] = verdict
         found["combined"]["verdict"] = mean
+        result["quality"]["divergence"]["kl"]["low"] = kl
 
-    for i, (given, mean, want) in enumerate(
+    for i, (given, mean, kl, want) in enumerate(
         (
-            (("better", "worse"), "undecided", "worse"),
-            (("undecided", "undecided"), "worse", "worse"),
-            (("equivalent", "equivalent"), "undecided", "equivalent"),
-            (("equivalent", "better"), "undecided", "better"),
-            (("undecided", "better"), "better", "undecided"),
+            (("better", "worse"), "undecided", 0.0, "worse"),
+            (("undecided", "undecided"), "worse", 0.0, "worse"),
+            (("equivalent", "equivalent"), "undecided", log(1.02) - 1e-6, "equivalent"),
+            (("equivalent", "equivalent"), "undecided", log(1.02) + 1e-6, "worse"),
+            (("undecided", "undecided"), "undecided", 1.4, "worse"),
+            (("equivalent", "better"), "undecided", 1.4, "better"),
+            (("undecided", "better"), "better", 1.4, "undecided"),
         )
     ):
-        folder = changed(less, bench.root / f"v{i}", lambda r, given=given, mean=mean: verdicts(r, *given, mean=mean))
-        assert certificate(folder).verdict == want
+        folder = changed(less, bench.root / f"v{i}", lambda r, a=given, m=mean, k=kl: verdicts(r, *a, mean=m, kl=k))
+        made = certificate(folder)
+        assert made.verdict == want
+        assert (" KL " in made.meaning.rpartition("(")[2]) is (want == "worse" and kl > 0)  # named where it decides
 
     plain = changed(less, bench.root / "plain", lambda r: r["quality"].pop("divergence"))
     assert "Not measured: run both with quality.kl=true." in markdown(certificate(plain))

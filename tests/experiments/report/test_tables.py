@@ -80,7 +80,7 @@ def test_markdown():
     assert said[r"end to end \[95 %\]"] == r"1.60× \[1.20, 2.00\]"
     assert (said["predicted"], said["τ"], said["acceptance"]) == ("1.90×", "2.20", "60 %")
     assert (said["tokens/s"], said["ttft"], said["tpot"]) == ("100.0", "100.0 ms", "10.0 ms")
-    assert (said["weights"], said["KV cache"], said["peak memory"]) == ("1.0 MiB", "1 KiB", "1.0 GiB")
+    assert (said["weights in memory"], said["KV cache"], said["peak memory"]) == ("1.0 MiB", "1 KiB", "1.0 GiB")
     assert said["gsm acc"] == r"0.625 \[0.525, 0.725\]"
     assert r"| drafting=medusa | out\_of\_memory | killed \| at &lt;8> GB |" in lines
     assert r"- there is no folder \*x\*" in lines
@@ -232,5 +232,6 @@ def test_a_replay_foretells_a_speedup_only_where_it_has_one(predicted: float | N
 
 def test_the_terminal_shows_bytes_where_they_differ():
     alike = [run("a"), run("b", config__seed=1)]
-    assert "weights" not in terminal(alike, width=200)[2].split()
-    assert "weights" in terminal([*alike, run("c", config__seed=2, memory__weights_bytes=2**19)], width=200)[2].split()
+    assert "weights in memory" not in terminal(alike, width=200)[2]
+    more = run("c", config__seed=2, memory__weights_bytes=2**19)
+    assert "weights in memory" in terminal([*alike, more], width=200)[2]
