@@ -6,14 +6,13 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from ..quantization.quantiser import Calibration
-from .items import Row, read_item
-from .tasks import read_file, read_rows, read_template
+from .items import Message, Row, read_item, said
+from .tasks import decoded, read_file, read_rows, read_template
 
 _ANSWERS = ("response", "solution", "answer", "canonical_solution", "code", "target")  # what may follow a prompt
 _AT = "quantization.calibration"
@@ -45,7 +44,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """Texts one behind the other, with an end of text between them. `starts`: where each begins."""
+    """Texts one behind the other, kept apart as documents are. `starts`: where each begins."""
 
     tokens: list[int]
     read: list[Read]
@@ -94,30 +93,50 @@ def draw(settings: Calibration, tokenizer: PreTrainedTokenizerBase, context: int
 
 
 def _stream(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> _Stream:
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    between = [] if settings.template is not None else _separator(tokenizer)  # a template has marks of its own
     stream = _Stream([], [], [])
     for read, text in _texts(settings, tokenizer):
         stream.starts.append(len(stream.tokens))
         stream.read.append(read)
-        stream.tokens.extend([*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end])
+        stream.tokens.extend([*between, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
     return stream
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Before a document, as in pretraining: BOS where the tokenizer has one, else EOS. But those that a chat model
+    declares are often of its turns, spelt out by its template (Qwen's <|im_end|>): then, the first other special token.
+    """
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    known = [token for token in (tokenizer.bos_token, tokenizer.eos_token) if token is not None]
+    found = [token for token in [*known, *tokenizer.all_special_tokens] if token not in template] or known[-1:]
+    return [int(tokenizer.convert_tokens_to_ids(found[0]))] if found else []
 
 
 def _texts(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Read, str]]:
     """A row's prompt and what follows it; with a template, as a conversation."""
     path = Path(settings.path or "").expanduser()
     if path.suffix != ".jsonl":
-        yield Read(path.name, ()), read_file(path, f"{_AT}.path").decode("utf-8", "replace")
+        yield Read(path.name, ()), decoded(read_file(path, f"{_AT}.path"), f"{_AT}.path={settings.path!r}")
         return
     template = _template(settings, tokenizer)
     for number, row in enumerate(read_rows(path, f"{_AT}.path")):
         messages = _messages(row, f"{path.stem}/{number}")
-        parts = tuple(str(message["content"]) for message in messages)
-        if template is None:
-            text = "\n".join(parts)
-        else:
-            text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-        yield Read(row.where, parts), text
+        parts = tuple(message.content for message in messages)
+        yield (
+            Read(row.where, parts),
+            "\n".join(parts) if template is None else _filled(template, messages, row, tokenizer),
+        )
+
+
+def _filled(template: str, messages: Sequence[Message], row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    from jinja2.exceptions import TemplateError
+
+    conversation = [message._asdict() for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=False))
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a program
+        told = " ".join(str(error).split())[:200]
+        raise UserError(f"{row.where}: {_AT}.template refuses it ({told}): name another template, or null") from error
 
 
 def _template(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -128,11 +147,11 @@ def _template(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> str 
     return tokenizer.chat_template
 
 
-def _messages(row: Row, name: str) -> Sequence[dict[str, Any]]:
-    if row.has("messages"):
-        return [dict(message) for message in row.entries("messages")]
-    messages: list[dict[str, Any]] = [message._asdict() for message in read_item(row, name, "").opening]
+def _messages(row: Row, name: str) -> Sequence[Message]:
+    if messages := said(row):
+        return messages
+    messages = list(read_item(row, name, "").opening)
     answer = next((row.fields[key] for key in _ANSWERS if isinstance(row.fields.get(key), str)), None)
     if answer is not None:
-        messages.append({"role": "assistant", "content": answer})
+        messages.append(Message("assistant", answer))
     return messages

@@ -1,5 +1,6 @@
 """A run's configuration, typed: what the YAML groups and the command line resolve to."""
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -51,8 +52,8 @@ class QuantizeJob:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= 1:
             raise UserError(f"quantize.least must be between 0 and 1, got {self.least}")
-        if self.budget is not None and self.budget <= 0:
-            raise UserError(f"quantize.budget must be above 0, got {self.budget}")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise UserError(f"quantize.budget must be above 0 and finite, got {self.budget}")
         for name in ("parts", "tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"quantize.{name} must be at least 1, got {getattr(self, name)}")

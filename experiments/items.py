@@ -139,12 +139,18 @@ def _conversation(row: Row) -> tuple[tuple[Message, ...], tuple[str, ...], tuple
     raise UserError(f"{row.where}: nothing to prompt with among its fields ({keys:.200}); known: {', '.join(READINGS)}")
 
 
-def _messages(row: Row) -> tuple[Message, ...]:
+def said(row: Row) -> list[Message]:
+    """All `messages` of a row, each a text."""
     messages = []
     for value in row.entries("messages"):
         if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
             raise UserError(f"{row.where}: a message needs role and content, not {value!r:.60}")
         messages.append(Message(row.checked(value["role"], "role"), row.checked(value["content"], "content")))
+    return messages
+
+
+def _messages(row: Row) -> tuple[Message, ...]:
+    messages = said(row)
     while messages and messages[-1].role == "assistant":
         messages.pop()
     if not messages or messages[-1].role != "user":

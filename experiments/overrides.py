@@ -1,11 +1,13 @@
 """quantization.overrides=auto: which layers are worth 8 bits, by what the whole model's output gains per byte.
 
 The model is held in float32 for it, with its codes beside. Each kind of layer in each part of the model goes back to 8
-bits by itself, and the output on text that was not calibrated on is held against that of the model as it is. Gains are
-taken to add up when the best per byte are chosen; so the choice is measured once, as a whole, against uniform settings.
+bits by itself, and the output on text that was not calibrated on is held against that of the model as it is. Of all
+choices within the budget the one is taken whose gains have the greatest sum. That gains add up is an approximation; so
+the choice is measured once, as a whole, against uniform settings.
 """
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -22,14 +24,16 @@ from ..decoding.model.calibrated import CalibratedBlock, Passage, passages
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
+from ..quantization.codes import Codes, Scheme
 from ..quantization.formats import Format
 from ..quantization.grid import Grid, round_to_nearest
-from ..quantization.quantiser import Calibration, Quantiser, settings_of
+from ..quantization.quantiser import Calibration, Quantiser, deciding, settings_of
 from ..quantization.sequential import quantise
 from .calibration import Pieces, draw
 from .config import QuantizeJob
 from .files import write_atomic
 from .lab import Progress
+from .overlap import Marks, check_overlap
 from .quantising import Quantising, layer_shapes, plan
 
 BACK = 8  # bits of a layer that goes back
@@ -67,13 +71,14 @@ class Chosen:
     taken: tuple[Unit, ...]
     kl: float
     text: "HeldOut" = field(repr=False)
+    form: Format
     trials: tuple[Trial, ...]
 
     def verified(self, folder: Path) -> "Chosen":
         """With the folder's own KL among the trials; its overrides, and how they were found, are written beside it."""
         source = open_source(ModelSpec(path=str(folder)))
-        tensors, nbytes = source.tensors(), sum(codes.nbytes for codes in source.codes.values())
-        trial = Trial("chosen", nbytes, 8 * nbytes / self.text.weights, self.text.kl(tensors))
+        nbytes = sum(_stored(self.form, codes) for codes in source.codes.values())
+        trial = Trial("chosen", nbytes, 8 * nbytes / self.text.weights, self.text.kl(source.tensors()))
         done = replace(self, trials=(*self.trials, trial))
         assert isinstance(self.settings.overrides, Mapping)
         write_atomic(folder / YAML, yaml.safe_dump(dict(self.settings.overrides), sort_keys=False))
@@ -137,41 +142,95 @@ def search(
     uniform = plan(base, source, dtype, form)
     first = next(iter(uniform.schemes.items()))
     form.check(uniform.schemes | {first[0]: replace(first[1], bits=BACK)}, list(uniform.skipped))
+    gone = replace(base, overrides=_with(base, list(uniform.schemes)))
+    back = {name: settings_of(gone, name).scheme(now.shape) for name, now in uniform.schemes.items()}
+    nbytes, more = _prices(uniform.schemes, back, form)
+    weights = sum(map(prod, layer_shapes(ModelConfig.from_hf(source.config)).values()))
+    room = _budget(job, weights, nbytes, nbytes + sum(more.values()), base.bits) - nbytes
     text = HeldOut(source, held_out(uniform, job), progress)
-    blocks = _quantised(uniform, progress)
-    codes = {name: c for block in blocks for name, c in block.codes.items()}
-    nbytes = sum(c.nbytes for c in codes.values())
-    at_least = nbytes + text.weights // 8
-    budget = at_least if job.budget is None else job.budget * text.weights / 8 if job.budget <= 32 else job.budget
-    if budget < nbytes:
-        raise UserError(
-            f"quantize.budget={job.budget} is less than the {8 * nbytes / text.weights:.3f} bits a weight, {nbytes} "
-            f"bytes, that all layers take in {base.bits} bits: give more, or fewer bits"
-        )
-    kl, units = _units(blocks, text, job.parts, progress)
-    taken: list[Unit] = []
-    for unit in units:
-        if unit.recovered > 0 and nbytes + sum(u.more for u in taken) + unit.more <= budget:
-            taken.append(unit)
-    names = [name for unit in taken for name in unit.layers]
-    found = {name: _keys(base, name) | {"bits": BACK} for name in names}
-    trials = [Trial(uniform.label, nbytes, 8 * nbytes / text.weights, kl)]
+    kl, units = _units(_quantised(uniform, progress), more, text, job.parts, progress)
+    taken = best(units, room)
+    trials = [Trial(uniform.label, nbytes, 8 * nbytes / weights, kl)]
     if base.bits + 1 < BACK:
         rival = plan(replace(base, bits=base.bits + 1), source, dtype, form)
         trials.append(_trial(rival, text, progress))
-    settings = replace(base, overrides={**base.overrides, **found})
-    return Chosen(settings, tuple(units), tuple(taken), kl, text, tuple(trials))
+    settings = replace(base, overrides=_with(base, [name for unit in taken for name in unit.layers]))
+    return Chosen(settings, tuple(units), taken, kl, text, form, tuple(trials))
+
+
+def best(units: Sequence[Unit], room: int) -> tuple[Unit, ...]:
+    """Those whose gains have the greatest sum within `room` bytes, exactly: after each unit, of the choices so far stay
+    those that no other with as few bytes betters."""
+    kept: list[tuple[int, float, tuple[Unit, ...]]] = [(0, 0.0, ())]  # (bytes, gain, choice), both rising
+    for unit in units:
+        more = [(n + unit.more, gain + unit.recovered, (*choice, unit)) for n, gain, choice in kept]
+        tried = sorted((each for each in [*kept, *more] if each[0] <= room), key=lambda each: (each[0], -each[1]))
+        kept = []
+        for each in tried:
+            if not kept or each[1] > kept[-1][1]:
+                kept.append(each)
+    return kept[-1][2]
+
+
+def _prices(now: Mapping[str, Scheme], back: Mapping[str, Scheme], form: Format) -> tuple[int, dict[str, int]]:
+    """(bytes of all layers as they are, bytes more for each that goes back): of what is written, by shapes alone."""
+    known = {scheme: _stored(form, _blank(scheme)) for scheme in {*now.values(), *back.values()}}
+    return sum(known[scheme] for scheme in now.values()), {name: known[back[name]] - known[now[name]] for name in now}
+
+
+def _blank(scheme: Scheme) -> Codes:
+    """Codes of that scheme, of no weight in particular."""
+    (N, K), size = scheme.shape, scheme.group_size
+    part = torch.ones(N, -(-K // size), dtype=torch.float16)
+    zero = torch.full_like(part, 2 ** (scheme.bits - 1) if scheme.symmetric else 1, dtype=torch.uint8)
+    return Codes(
+        torch.zeros(N, K, dtype=torch.uint8),
+        part,
+        scheme.bits,
+        size,
+        zero=None if scheme.shift else zero,
+        shift=part if scheme.shift else None,
+        groups=torch.arange(K).div(size, rounding_mode="floor").int() if scheme.grouped else None,
+        activation_bits=scheme.activation_bits,
+    )
+
+
+def _stored(form: Format, codes: Codes) -> int:
+    """Bytes of the tensors that are written of a layer."""
+    return sum(tensor.nbytes for tensor in form.write("layer", codes).values())
+
+
+def _budget(job: QuantizeJob, weights: int, least: int, most: int, bits: int) -> int:
+    """Bytes of all layers, which take `least` with none gone back, and `most` with all."""
+    if job.budget is None:
+        return least + weights // 8
+    given = job.budget * weights / 8 if job.budget <= 32 else job.budget
+
+    def all_in(width: int, nbytes: int) -> str:
+        return f"the {8 * nbytes / weights:.3f} bits a weight, {nbytes} bytes, that all layers take in {width} bits"
+
+    if given < least:
+        raise UserError(f"quantize.budget={job.budget} is less than {all_in(bits, least)}: give more, or fewer bits")
+    if given > most:
+        raise UserError(
+            f"quantize.budget={job.budget} is more than {all_in(BACK, most)}: give less, or all {BACK} bits"
+        )
+    return int(given)
 
 
 def held_out(plan: Quantising, job: QuantizeJob) -> Pieces:
-    """Text that the calibration does not read."""
+    """Text that the calibration does not read; where it does, it is refused, or warned of, as its settings say."""
     own, context = plan.settings.calibration, ModelConfig.from_hf(plan.source.config).max_positions
     if job.path is not None or own is None:
         if job.path is None:
             raise UserError("quantization.overrides=auto compares outputs on a text: name it with quantize.path=FILE")
         length = min(512, context, job.tokens)
         settings = Calibration(path=job.path, tokens=job.tokens, length=length)
-        return draw(settings, plan.source.tokenizer, context, ())
+        pieces = draw(settings, plan.source.tokenizer, context, ())
+        if own is not None and plan.pieces is not None:
+            for told in check_overlap(Marks.of_pieces(plan.pieces), Marks.of_pieces(pieces), own.overlap):
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return pieces
     if job.tokens < own.length:
         raise UserError(
             f"quantize.tokens={job.tokens} is less than one piece of quantization.calibration.length={own.length}"
@@ -189,7 +248,8 @@ def _quantised(plan: Quantising, progress: Progress) -> list[CalibratedBlock]:
     for layer in range(model.layers):
         progress(f"quantising in {plan.label}", layer, model.layers)
         block = CalibratedBlock(model, layer, tensors, text)
-        for _ in quantise(block, {name: plan.layers[name] for stage in block.stages for name in stage.names}):
+        chosen = {name: plan.layers[name] for stage in block.stages for name in stage.names}
+        for _ in quantise(block, chosen, plan.form.fit):
             pass
         block.advance()
         block.changed()
@@ -207,7 +267,7 @@ def _through(blocks: Sequence[CalibratedBlock], text: list[Passage]) -> list[Pas
 
 
 def _units(
-    blocks: Sequence[CalibratedBlock], text: HeldOut, parts: int, progress: Progress
+    blocks: Sequence[CalibratedBlock], more: Mapping[str, int], text: HeldOut, parts: int, progress: Progress
 ) -> tuple[float, list[Unit]]:
     """(the KL of the quantised model, units by what they recover per byte)."""
     size = -(-len(blocks) // min(parts, len(blocks)))
@@ -228,21 +288,17 @@ def _units(
             if not layers:
                 continue
             before = {name: block.codes[name] for block in part for name in block.codes if name in layers}
-            more = 0
             for block in part:
                 for name in set(layers) & set(block.codes):
-                    back = round_to_nearest(
-                        block.tensors[f"{name}.weight"], Grid(BACK, before[name].group_size, symmetric=False)
-                    )
-                    more += back.nbytes - before[name].nbytes
-                    block.codes[name] = back
+                    grid = Grid(BACK, before[name].group_size, symmetric=False)
+                    block.codes[name] = round_to_nearest(block.tensors[f"{name}.weight"], grid)
                     block.changed()
             now = text.kl_of(states(_through(blocks[at:], _copied(entered[i]))))
             for block in part:
                 block.codes |= {name: old for name, old in before.items() if name in block.codes}
                 block.changed()
             last = at + len(part) - 1
-            units.append(Unit(f"{kind} of blocks {at}–{last}", layers, now, kl - now, max(more, 1)))
+            units.append(Unit(f"{kind} of blocks {at}–{last}", layers, now, kl - now, sum(more[n] for n in layers)))
     progress("trying layers", len(starts) * len(kinds), len(starts) * len(kinds))
     return kl, sorted(units, key=lambda unit: -unit.recovered / unit.more)
 
@@ -253,13 +309,13 @@ def _copied(text: Sequence[Passage]) -> list[Passage]:
 
 def _trial(plan: Quantising, text: HeldOut, progress: Progress) -> Trial:
     blocks = _quantised(plan, progress)
-    nbytes = sum(codes.nbytes for block in blocks for codes in block.codes.values())
+    nbytes, _ = _prices(plan.schemes, plan.schemes, plan.form)
     kl = text.kl_of(states(_through(blocks, text.begin())))
     return Trial(plan.label, nbytes, 8 * nbytes / text.weights, kl)
 
 
-def _keys(settings: Any, name: str) -> dict[str, Any]:
-    """What the settings' own overrides say of a layer."""
-    mine = settings_of(settings, name)
-    keys = [key for key in ("group_size", "symmetric", "clip") if hasattr(mine, key)]
-    return {key: getattr(mine, key) for key in keys if getattr(mine, key) != getattr(settings, key)}
+def _with(settings: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Overrides by which these layers have 8 bits, and else what the settings' own overrides say of them."""
+    own = settings.overrides
+    said = {name: {} if (pattern := deciding(own, name)) is None else own[pattern] for name in names}
+    return {**own, **{name: {**keys, "bits": BACK} for name, keys in said.items()}}

@@ -125,7 +125,7 @@ def _with_overrides(settings: Quantiser) -> Quantiser:
         raise UserError("quantization.overrides=auto is of the job quantize, which finds them: name the file it writes")
     try:
         found = yaml.safe_load(Path(given).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         told = " ".join(str(error).split())[:200]
         raise UserError(f"quantization.overrides={given} cannot be read ({told}): name a YAML file, or auto") from None
     if not isinstance(found, Mapping):

@@ -130,7 +130,7 @@ def read_template(given: str | None, key: str) -> str | None:
     """A chat template given as Jinja text or as a file's path. `key`: what a message calls it."""
     if given is None or "{{" in given or "{%" in given:
         return given
-    return _decoded(read_file(Path(given), key), f"{key}={given!r}")
+    return decoded(read_file(Path(given), key), f"{key}={given!r}")
 
 
 def _file(settings: TaskSettings) -> tuple[str, Iterator[Row]]:
@@ -148,7 +148,7 @@ def read_rows(path: Path, key: str = "task.path") -> Iterator[Row]:
     """The rows of a JSONL file; blank lines are none. `key`: which setting names the file, for errors."""
     for number, line in enumerate(read_file(path, key).split(b"\n"), 1):
         where = f"{path.name}:{number}"
-        text = _decoded(line, where)
+        text = decoded(line, where)
         if not text.strip():
             continue
         try:
@@ -176,7 +176,7 @@ def _is_text(fields: dict[str, Any]) -> bool:
     return True
 
 
-def _decoded(data: bytes, where: str) -> str:
+def decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")  # a byte order mark at the beginning is allowed
     except UnicodeDecodeError as error:

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import UserError
 from .codes import Codes, Scheme
 
-SAMPLE = 512  # rows of a layer's input that are kept as they are
 OVERRIDABLE = ("bits", "group_size", "symmetric", "clip", "type")
 Overrides = Mapping[str, Any] | str  # by patterns of names; a file of them; auto: looked for by the job quantize
 
@@ -41,20 +39,17 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What was seen of the rows x that a layer reads. `hessian`: the mean of x xᵀ, `magnitude`: of |x|, `sample`: some
-    of the rows, `count`: how many there were. All float32."""
+    """What was seen of the rows x that a layer reads. `hessian`: the mean of x xᵀ, `magnitude`: of |x|, both float32;
+    `count`: how many rows there were."""
 
     hessian: Float[Tensor, "K K"]
     magnitude: Float[Tensor, " K"]
-    sample: Float[Tensor, "R K"]
     count: int
 
     @staticmethod
-    def of(rows: Iterable[Float[Tensor, "T K"]], seed: int = 0) -> "Inputs":
+    def of(rows: Iterable[Float[Tensor, "T K"]]) -> "Inputs":
         """Padding must not be among the rows. Sums are in float32, products too: half types overflow here."""
         total: Tensor | None = None
-        kept: list[Tensor] = []
-        draws = torch.Generator().manual_seed(seed)
         count = 0
         for some in rows:
             x = some.float()
@@ -63,16 +58,8 @@ class Inputs:
             total.addmm_(x.T, x)
             magnitude += x.abs().sum(0)
             count += len(x)
-            kept.append(x[torch.randperm(len(x), generator=draws)[:SAMPLE].to(x.device)])
-            if sum(map(len, kept)) > 8 * SAMPLE:
-                kept = [_some(kept, draws)]
         assert total is not None
-        return Inputs(total / count, magnitude / count, _some(kept, draws), count)
-
-
-def _some(kept: list[Tensor], draws: torch.Generator) -> Tensor:
-    rows = torch.cat(kept)
-    return rows[torch.randperm(len(rows), generator=draws)[:SAMPLE].to(rows.device)]
+        return Inputs(total.div_(count), magnitude / count, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +128,13 @@ def settings_of(settings: Any, name: str) -> Any:
 
 
 def check_overrides(settings: Any, names: Iterable[str]) -> None:
-    """Refuses a pattern that fits no layer."""
+    """Refuses a pattern that fits no layer, or is no text."""
     known = list(names)
     for pattern in settings.overrides:
+        if not isinstance(pattern, str):
+            raise UserError(
+                f"quantization.overrides: {pattern!r} is no text: give a pattern of layers' names, such as '*.v_proj'"
+            )
         if not any(fnmatchcase(name, pattern) for name in known):
             raise UserError(
                 f"quantization.overrides: {pattern!r} fits none of the {len(known)} layers, such as {known[0]}"

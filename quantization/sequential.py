@@ -1,10 +1,11 @@
 """A model block by block: each layer is quantised from inputs that have come through all that was quantised before it.
 
-Memory holds one block in float32, the calibration text's hidden states, and a K × K matrix for the layers that read the
-same input.
+Memory holds one block in float32 (twice while it runs, with dequantised weights), the calibration text's hidden states
+and what the block makes of one passage of it, for the layers that read the same input a K × K matrix in float32, and
+what the method takes for a layer: see there; `gptq` takes most, by some eight such matrices.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .codes import Codes
-from .quantiser import Inputs, Quantiser, Scales
+from .quantiser import Inputs, Quantised, Quantiser, Scales
 
 
 @runtime_checkable
@@ -63,8 +64,13 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) -> Iterator[Report]:
-    """Stage by stage; `settings` by layer, None for those that stay. The caller advances the block.
+def quantise(
+    block: QuantisableBlock,
+    settings: Mapping[str, Quantiser | None],
+    fit: Callable[[Codes], Quantised] = Quantised,
+) -> Iterator[Report]:
+    """Stage by stage; `settings` by layer, None for those that stay. `fit`: what is kept of a layer's codes, where a
+    format does not express all; errors are of that. The caller advances the block.
 
     Scales are moved first, in all stages: they go into layers that an earlier stage quantises (from o into v)."""
     left: dict[Stage, tuple[str, ...]] = {}
@@ -89,10 +95,12 @@ def quantise(block: QuantisableBlock, settings: Mapping[str, Quantiser | None]) 
             if not bool(weight.isfinite().all()):
                 raise UserError(f"{name}.weight is not finite: the checkpoint is corrupt; fetch it again")
             done = q.layer(weight, seen)
-            stage.put(name, done.codes)
-            error = output_error(weight, done.codes, seen)
-            notes = (*left.get(stage, ()), *done.notes)
-            yield Report(name, done.codes.bits, done.codes.group_size, done.codes.nbytes, error, notes)
+            kept = fit(done.codes)
+            codes = kept.codes
+            stage.put(name, codes)
+            notes = (*left.get(stage, ()), *done.notes, *kept.notes)
+            error = output_error(weight, codes, seen)
+            yield Report(name, codes.bits, codes.group_size, codes.nbytes, error, notes)
 
 
 def _feasible(stage: Stage, by: Float[Tensor, " K"]) -> Float[Tensor, " K"]:

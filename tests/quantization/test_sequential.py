@@ -99,6 +99,22 @@ def test_nothing_is_read_for_who_needs_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert all(report.error > 0 for report in reports)
 
 
+def test_errors_are_of_what_a_format_keeps() -> None:
+    """Version 1 of GPTQ has no zero point of 0, as weights from 0 up have."""
+    told: dict[str, tuple[Report, Codes]] = {}
+    for form in (GPTQFormat(1), GPTQFormat(2)):
+        block, _ = blocks()
+        block.tensors[(name := "model.layers.0.mlp.up_proj") + ".weight"].abs_()
+        for report in quantise(block, {each: RTN(group_size=16) for each in names(block)}, form.fit):
+            if report.name == name:
+                codes = block.codes[name]
+                assert report.error == output_error(block.tensors[f"{name}.weight"], codes, None)
+                told[form.title] = report, codes
+    assert not torch.equal(told["gptq"][1].zero, told["gptq_v2"][1].zero)
+    assert told["gptq"][0].error > 1.01 * told["gptq_v2"][0].error
+    assert [len(report.notes) for report, _ in told.values()] == [1, 0]
+
+
 def test_weights_that_are_not_finite_are_refused() -> None:
     block, _ = blocks()
     block.tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
@@ -146,11 +162,3 @@ def test_the_error_is_that_of_the_outputs(rng: torch.Generator) -> None:
     assert output_error(weight, codes, Inputs.of([x[:20], x[20:]])) == pytest.approx(
         float(lost.pow(2).sum() / (weight @ x.T).pow(2).sum()), rel=1e-4
     )
-
-
-def test_a_sample_holds_rows_as_they_are(rng: torch.Generator) -> None:
-    rows = [torch.randn(700, 8, generator=rng) for _ in range(9)]
-    seen = Inputs.of(rows)
-    assert (len(seen.sample), seen.count) == (512, 6300)
-    known = {tuple(row) for some in rows for row in some.tolist()}
-    assert all(tuple(row) in known for row in seen.sample.tolist())
