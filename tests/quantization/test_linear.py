@@ -16,7 +16,7 @@ from decodelab.kernels.matmul_w4 import cpu as w4
 from decodelab.kernels.matmul_w8 import matmul_w8a8_reference, rounded_rows
 from decodelab.quantization.codes import Codes
 from decodelab.quantization.grid import Grid, round_to_nearest
-from decodelab.quantization.linear import Beside, QuantisedLinear
+from decodelab.quantization.linear import Beside, QuantisedLinear, by_triton
 from decodelab.quantization.quantiser import Quantiser
 from decodelab.quantization.rtn import RTN
 from decodelab.quantization.w8a8 import W8A8
@@ -102,6 +102,27 @@ def test_it_is_the_weight_that_the_codes_say(name: str, dtype: torch.dtype, rng:
     assert relative_error(layer(x, prefill=True), want) < tolerance
     assert relative_error(layer.dense(), codes.dequantise(torch.float64)) < tolerance / 2
     assert layer.dense().dtype == dtype
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_our_kernels_run_they_take_any_codes_as_they_are(name: str, rng: torch.Generator) -> None:
+    pytest.importorskip("triton", reason="kernels are interpreted by triton")
+    codes, _ = CASES[name]
+    N, K = codes.shape
+    bias, x = torch.randn(N, generator=rng), torch.randn(3, K, generator=rng)
+    layer, weight = by_triton(codes, bias, torch.float32, True), codes.dequantise(torch.float64)
+    read = x.double()
+    if codes.activation_bits is not None:
+        values, by = rounded_rows(x)
+        read = values.double() * by.double()
+    for prefill in (False, True):
+        assert relative_error(layer(x, prefill), read @ weight.T + bias.double()) < 2e-6
+    assert relative_error(layer.dense(), weight) < 1e-6
+    assert (layer.out_features, layer.in_features) == (N, K)
+    groups = 0 if codes.groups is None else codes.groups.nbytes
+    shifts = codes.zero if codes.shift is None else codes.shift
+    stored = N * K // 2 if codes.bits <= 4 else N * K
+    assert layer.nbytes == stored + codes.scale.nbytes + shifts.nbytes + groups + bias.nbytes
 
 
 @pytest.mark.parametrize("name", CASES)
