@@ -16,7 +16,7 @@ def show(folder: Path, record: dict[str, Any], chosen: Chosen | None = None) -> 
     layers = record["layers"]
     if chosen is not None:
         _show_units(chosen, console)
-    table = columns("layers", "n", "bits", "group", "MB", "error", "worst", "in block")
+    table = columns("layers", "n", "bits", "group", "MB stored", "error", "worst", "in block")
     for kind in dict.fromkeys(_kind(layer["name"]) for layer in layers):
         of = [layer for layer in layers if _kind(layer["name"]) == kind]
         worst = max(of, key=lambda layer: layer["error"])
@@ -61,7 +61,7 @@ def _show_units(chosen: Chosen, console: Console) -> None:
             "chosen" if unit in chosen.taken else "",
         )
     console.print(table)
-    held = columns("on text that is not calibrated on", "MB of layers", "bits a weight", "KL")
+    held = columns("on text that is not calibrated on", "MB stored", "bits a weight", "KL")
     for trial in chosen.trials:
         held.add_row(trial.label, f"{trial.nbytes / 1e6:.2f}", f"{trial.bits:.2f}", f"{trial.kl:.4g}")
     console.print(held)

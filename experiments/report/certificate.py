@@ -11,6 +11,7 @@ from ...errors import UserError
 from ..files import read_lines, read_result
 from ..format import chance, counted, few_tokens, noise_floor, percent, share
 from ..quality.against import overall
+from ..seeds import title as quantiser
 from .drawing import DARK, LIGHT
 from .load import Run, at
 from .rows import drafter, model
@@ -69,7 +70,7 @@ def certificate(folder: Path) -> Certificate:
 
 def _named(run: Run) -> str:
     made = run.at("provenance.quantised")
-    return _model(run) if made is None else f"{_model(run)}, {_quantiser(made)}"
+    return _model(run) if made is None else f"{_model(run)}, {quantiser(made)}"
 
 
 def _model(run: Run) -> str:
@@ -77,12 +78,6 @@ def _model(run: Run) -> str:
     path = str(run.at("config.model.path") or "")
     folder = Path(path).name if path[:1] in ("/", ".", "~") else None
     return str(run.at("provenance.quantised.source.label") or folder or model(run))
-
-
-def _quantiser(made: Mapping[str, Any]) -> str:
-    bits, group = (at(made, f"settings.{key}") for key in ("bits", "group_size"))
-    told = [str(made["kind"]), *([f"{bits} bits"] if bits else ()), *([f"group {group}"] if group else ())]
-    return " ".join(told)
 
 
 # --- what was found
@@ -113,8 +108,8 @@ def _tasks(found: Mapping[str, Any]) -> Section:
             (label, "", "", _effect(mean), chance(mean.get("p_holm", mean["p"])), str(mean["n"]), "", mean["verdict"])
         )
     lines = [
-        f"ε, a difference that does not matter: {found['epsilon']:g}. p is corrected for all tasks and their mean (Holm). "
-        "Detectable: the least difference that so many items show in 4 of 5 such comparisons.",
+        f"ε, a difference that does not matter: {found['epsilon']:g}. p is corrected for all tasks and their mean "
+        "(Holm). Detectable: the least difference that so many items show in 4 of 5 such comparisons.",
         _RULE,
     ]
     lines += [f"{one['what']} differs in {', '.join(one['tasks'])}, as was accepted" for one in found["allowed"]]
@@ -217,7 +212,7 @@ def _made(run: Run) -> Section:
     calibration = at(made, "calibration")
     settings = {
         "model": _model(run),
-        "quantiser": "none, the weights as stored" if made is None else _quantiser(made),
+        "quantiser": "none, the weights as stored" if made is None else quantiser(made),
         "its settings": _plain(at(made, "settings"), ("bits", "group_size", "calibration")),
         "calibration": None
         if made is None

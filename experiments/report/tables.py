@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import columns as fitted
 from ..format import BUSY_MARK, busy_note, interval, is_busy, number, percent, seconds, size
+from ..seeds import spread
 from .changes import Change, Comparison
 from .load import Found, at, number_at
 from .rows import Group, Measure, Row, Value
@@ -106,6 +107,7 @@ def notes(group: Group) -> list[str]:
         said.append(f"† {DOMINATED}")
     if (busy := busy_note([row.run.result for row in group.rows], "runs")) is not None:
         said.append(busy)
+    said += spread([row.run.result for row in group.rows])
     if replays := [row.run for row in group.rows if row.run.at("replay")]:
         foretold = any(run.number("predicted_speedup") is not None for run in replays)
         said.append(REPLAYED + (PREDICTED if foretold else ""))

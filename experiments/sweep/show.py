@@ -12,6 +12,7 @@ from rich.text import Text
 from ..columns import Column, fit
 from ..columns import table as fitted
 from ..format import BUSY_MARK, busy_note, duration, interval, is_busy, number, percent
+from ..seeds import spread
 from .cells import LOG, CellOutcome
 
 _STYLE = {"done": "green", "interrupted": "yellow", "not started": "yellow"}  # the others are red
@@ -80,7 +81,8 @@ def table(outcomes: Sequence[CellOutcome], width: int) -> Iterator[Table | str]:
         columns = [Column("cell", [short_name(outcome.label) for outcome in outcomes]), *results]
     made, left = fitted(columns, width)
     yield made
-    yield from filter(None, (left, busy_note([o.result for o in outcomes if o.result is not None], "cells")))
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
+    yield from filter(None, (left, busy_note(results, "cells"), *spread(results)))
 
 
 def _status(outcome: CellOutcome) -> Text:

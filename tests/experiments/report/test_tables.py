@@ -230,6 +230,17 @@ def test_a_replay_foretells_a_speedup_only_where_it_has_one(predicted: float | N
     assert line.endswith("in the replay" if predicted else "nothing was timed")
 
 
+def test_seeds_of_the_calibration_text_are_summed_up_below_the_table():
+    made = [
+        {"kind": "awq", "settings": {"bits": 4, "calibration": {"seed": seed}}, "source": {"digest": "d"}}
+        for seed in (0, 1)
+    ]
+    runs = [run(str(i), provenance__quantised=one, quality=quality(arc=0.25 + i / 4)) for i, one in enumerate(made)]
+    (group,) = grouped(runs)
+    line = "awq 4 bits, 2 seeds of its calibration text, mean (least to most): arc acc 0.375 (0.25 to 0.5)"
+    assert line in notes(group)
+
+
 def test_the_terminal_shows_bytes_where_they_differ():
     alike = [run("a"), run("b", config__seed=1)]
     assert "weights in memory" not in terminal(alike, width=200)[2]

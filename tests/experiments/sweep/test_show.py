@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from decodelab.experiments.format import NOISY, duration
+from decodelab.experiments.seeds import spread
 from decodelab.experiments.sweep.cells import CellOutcome
 from decodelab.experiments.sweep.show import line, reasons, table
 from decodelab.tests.experiments.sweep.stage import result
@@ -26,6 +27,30 @@ def shown(outcomes: list[CellOutcome], width: int = 80) -> list[str]:
     lines = [line.rstrip() for line in captured.get().splitlines() if line.strip()]
     assert max(map(len, lines)) <= width
     return lines
+
+
+def calibrated(seed: int, score: float, kl: float | None, bits: int = 4) -> dict[str, Any]:
+    settings = {"bits": bits, "group_size": 64, "calibration": {"path": "text", "seed": seed}}
+    tasks = {"arc": {"main": "acc", "metrics": {"acc": {"value": score}}}}
+    quality = {"tasks": tasks, "divergence": None if kl is None else {"kl": {"value": kl}}}
+    made = {"kind": "gptq", "settings": settings, "source": {"digest": "d"}}
+    config = {"output": f"out{seed}", "quantization": settings, "seed": 0}
+    return {**result("key"), "config": config, "provenance": {"quantised": made}, "quality": quality}
+
+
+def test_seeds_of_the_calibration_text_are_summed_up_a_quantiser():
+    some = [
+        calibrated(0, 0.25, 0.1),
+        calibrated(1, 0.5, 0.2),
+        calibrated(2, 0.3, 0.15),
+        calibrated(0, 0.9, 0.9, bits=3),
+    ]
+    told = " ".join(shown([outcome(f"seed={i}", found=found) for i, found in enumerate(some)], 120))
+    line = "gptq 4 bits group 64, 3 seeds of its calibration text, mean (least to most): arc acc 0.35 (0.25 to 0.5); KL "
+    assert f"{line}0.15 (0.1 to 0.2)" in told
+    assert told.count("seeds of its calibration text") == 1
+    (alone,) = spread([calibrated(0, 0.25, 0.1), calibrated(1, 0.5, None)])
+    assert alone.endswith("arc acc 0.375 (0.25 to 0.5)")  # KL is not of both
 
 
 def test_a_row_a_cell_and_a_column_an_axis():
