@@ -12,6 +12,7 @@ BITS = (16, 8, 4)
 # rounding (2⁻¹¹) is far below a step of 8 bits (1/127), codes are chosen with the rounded scale, and it costs half of
 # float32: at a head of 128, 1.6 % on top of 8 bits and 3.1 % on top of 4, not 3.1 and 6.3.
 SCALE_BYTES = 2
+_MOST = 2**31 - 1  # of a window and of sinks: positions are counted in 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,10 @@ class Layout:
                 raise ValueError(f"layer {i} shares the cache of layer {layer.owner}, so their entries must be equal")
             if layer.owner == i and layer.kv_heads < 1:
                 raise ValueError(f"layer {i}: kv_heads must be at least 1, got {layer.kv_heads}")
-            if layer.window is not None and layer.window < 1:
-                raise ValueError(f"layer {i}: window must be at least 1, got {layer.window}")
-            if layer.sink < 0:
-                raise ValueError(f"layer {i}: sinks must be at least 0, got {layer.sink}")
+            if layer.window is not None and not 1 <= layer.window <= _MOST:
+                raise ValueError(f"layer {i}: window must be at least 1 and at most {_MOST}, got {layer.window}")
+            if not 0 <= layer.sink <= _MOST:
+                raise ValueError(f"layer {i}: sinks must be at least 0 and at most {_MOST}, got {layer.sink}")
             if layer.sink and layer.window is None:
                 raise ValueError(f"layer {i}: {layer.sink} sinks without a window, but without one all keys are seen")
             if layer.bits not in BITS:

@@ -231,6 +231,8 @@ def _read(text: str) -> tuple[list[_Words], _Words]:
         found = _ITEM.match(head, at)
         if found is None:
             raise _wrong(text, at, f"begins no layers: {_EXAMPLE}")
+        if len(found["count"] or "") > 4:
+            raise _wrong(text, at, "is of more layers than a model has")
         if (count := int(found["count"] or 1)) < 1:
             raise _wrong(text, at, "is of no layer: count from 1")
         which = "word" if found["words"] is None else "words"
@@ -257,8 +259,8 @@ def _words(text: str, start: int, part: str) -> _Words:
             key = "window"
         elif key not in _KEYS:
             raise _wrong(text, at, f"is unknown: words are full and, with a number, {', '.join(_KEYS)}")
-        elif not re.fullmatch(r"[0-9]+", value):
-            raise _wrong(text, at, f"needs a whole number, such as {key}=8")
+        elif not re.fullmatch(r"[0-9]{1,10}", value):
+            raise _wrong(text, at, f"needs a whole number of at most ten digits, such as {key}=8")
         if key in said:
             raise _wrong(text, at, f"is a second {key} of the same layer")
         said[key] = int(value) if equals else None

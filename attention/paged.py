@@ -57,6 +57,7 @@ class PagedCache:
     def reserve(self, sequences: int, capacity: int) -> None:
         """Room for so many sequences of so many rows, where the size of the pool is not given."""
         self._book.capacity = max(self.capacity, capacity)
+        self.pages.enough = sequences * -(-self.capacity // self.pages.size)
         needed = sequences * -(-capacity // self.pages.size) * (SPARE if self.pages.share else 1)
         if self._grows and needed > self.pages.total:
             self.pages.grow(needed)

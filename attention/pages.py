@@ -32,6 +32,7 @@ class Pages:
         if size < 1:
             raise ValueError(f"a block holds at least 1 token, got {size}")
         self.size, self.share = size, share
+        self.enough: int | None = None  # blocks with which what is asked of the pool cannot fail, where that is known
         self._refs = [0] * total
         self._digest: dict[int, bytes] = {}  # of the published blocks
         self._published: dict[bytes, int] = {}
@@ -124,9 +125,10 @@ class Pages:
         fresh += sum(min(n, self._refs[block] - 1) for block, n in tails.items())
         if fresh > self.available:
             rows = f"{sum(wanted.values())} rows of {len(wanted)} sequence{'' if len(wanted) == 1 else 's'}"
+            larger = "a larger pages.blocks" if self.enough is None else f"pages.blocks={self.enough}"
             raise UserError(
                 f"out of KV blocks: {rows} need {fresh} more blocks of {self.size} tokens, and {self.available} of "
-                f"{self.total} are left; give a larger pages.blocks, a smaller batch or fewer tokens"
+                f"{self.total} are left; give {larger}, a smaller batch or fewer tokens"
             )
         copies = []
         for sequence, n in wanted.items():

@@ -24,6 +24,8 @@ from ..drafting.none import Nothing
 from ..errors import UserError
 from .composition import draft_models
 from .config import PageSettings
+from .format import size as size_of
+from .hardware import available_memory
 
 Progress = Callable[[str, int, int], None]
 
@@ -104,6 +106,7 @@ class Lab:
             return None
         if side in self.pools:
             return self.pools[side]
+        self._check_pool()
         cache = PagedCache(
             self.target.config.layout,
             size=self.pages.size,
@@ -115,6 +118,17 @@ class Lab:
         if self.shares:
             self.pools[side] = cache
         return cache
+
+    def _check_pool(self) -> None:
+        """That a pool of given size fits: it is allocated at once."""
+        blocks, width = self.pages.blocks or 1, self.pages.size or 0
+        needed = blocks * width * self.target.config.layout.bytes_per_token(self.target.dtype.itemsize)
+        free = available_memory(self.target.device)
+        if free is not None and needed > free:
+            raise UserError(
+                f"pages.blocks={blocks} of pages.size={width} tokens take {size_of(needed)}, and "
+                f"{size_of(free)} of memory are free: give fewer, or smaller ones"
+            )
 
     def forget(self) -> None:
         """What the drafter has learnt from earlier requests, and what they have left in pages."""

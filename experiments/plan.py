@@ -416,7 +416,7 @@ def _notes(p: _Planned) -> Iterator[str]:
     if fit < p.batch:
         yield f"batch={p.batch} does not fit: {fit:,} do; times are those of {p.batch} all the same"
     if any(layer.window is not None for layer in p.setup.layout.layers):
-        yield "windowed layers are counted with min(T, window + sinks) tokens; a run with pages.size keeps all, and masks them"
+        yield "windowed layers are counted with min(T, window + sinks) tokens; a run in pages keeps all, and masks them"
     if p.context > p.setup.architecture.max_positions:
         yield f"the model's own context ends at {p.setup.architecture.max_positions:,} tokens"
     if needs.prefill_hidden or needs.taps:

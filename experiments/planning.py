@@ -7,7 +7,7 @@ are those of weights and of keys and values; activations, communication and the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from ..attention.layout import SCALE_BYTES, LayerKV, Layout
@@ -38,11 +38,11 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "flops", "memory"):
-            if (value := getattr(self, name)) is not None and not value > 0:
+            if (value := getattr(self, name)) is not None and not 0 < value < inf:
                 raise UserError(f"hardware.{name} must be above 0, or null for this machine's, got {value}")
         if self.devices < 1:
             raise UserError(f"hardware.devices must be at least 1, got {self.devices}")
-        if self.price_per_hour is not None and self.price_per_hour < 0:
+        if self.price_per_hour is not None and not 0 <= self.price_per_hour < inf:
             raise UserError(f"hardware.price_per_hour must be at least 0, got {self.price_per_hour}")
         for name in ("mfu", "mbu"):
             low, high = getattr(self, name)

@@ -29,7 +29,7 @@ def test_bytes_a_token() -> None:
         ((LayerKV(0, 2, window=4), LayerKV(0, 2)), "layer 1 shares the cache of layer 0"),
         ((LayerKV(0, 2), LayerKV(0, 2), LayerKV(1, 2)), "layer 2 shares the cache of layer 1"),
         ((LayerKV(0, 0),), "layer 0: kv_heads must be at least 1, got 0"),
-        ((LayerKV(0, 1, window=0),), "layer 0: window must be at least 1, got 0"),
+        ((LayerKV(0, 1, window=0),), "layer 0: window must be at least 1 and at most 2147483647, got 0"),
     ],
 )
 def test_what_a_layout_refuses(layers: tuple[LayerKV, ...], message: str) -> None:

@@ -149,8 +149,18 @@ def test_settings_that_cannot_be(words: list[str], error: str) -> None:
 def test_a_pool_that_is_too_small_is_said_in_a_line(bench: Any, capsys: Any) -> None:
     assert bench.run("pages.size=4", "pages.blocks=3") == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("decodelab:")]
-    assert line.endswith("; give a larger pages.blocks, a smaller batch or fewer tokens")
+    enough = int(line.partition("; give pages.blocks=")[2].removesuffix(", a smaller batch or fewer tokens"))
     assert "out of KV blocks: 13 rows of 1 sequence need 4 more blocks of 4 tokens, and 3 of 3 are left" in line
+    assert bench.run("pages.size=4", f"pages.blocks={enough}", "task.limit=1") == 0
+
+
+def test_a_pool_that_memory_does_not_hold_is_refused_before_it_is_made() -> None:
+    lab = replace(tiny_lab(), pages=PageSettings(1_000_000_000, blocks=1000))
+    request = lab.request(lab.tokenizer.encode("the cat"), 5)
+    with pytest.raises(
+        UserError, match=r"^pages.blocks=1000 of pages.size=1000000000 tokens take \S+ GiB, and \S+ GiB"
+    ):
+        next(lab.strategy([request]))
 
 
 def test_check_knows_them() -> None:

@@ -318,6 +318,8 @@ def test_configs_that_are_none(change, message):
     ("make", "message"),
     [
         (lambda: Hardware(bandwidth=0.0), "hardware.bandwidth must be above 0, or null for this machine's, got 0.0"),
+        (lambda: Hardware(flops=float("inf")), "hardware.flops must be above 0, or null for this machine's, got inf"),
+        (lambda: Hardware(price_per_hour=float("nan")), "hardware.price_per_hour must be at least 0, got nan"),
         (lambda: Hardware(devices=0), "hardware.devices must be at least 1, got 0"),
         (lambda: Hardware(price_per_hour=-1.0), "hardware.price_per_hour must be at least 0, got -1.0"),
         (lambda: Hardware(mfu=(0.6, 0.4)), r"hardware.mfu must be two shares, the lower first, got \[0.6, 0.4\]"),
