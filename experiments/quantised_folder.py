@@ -5,7 +5,7 @@ import json
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +19,7 @@ from ..decoding.model.config import ModelConfig
 from ..decoding.model.quantised import STATE
 from ..decoding.model.source import ModelSpec
 from ..decoding.model.storage import atomic_file, cache_dir, explained, file_digest, first_line
-from ..decoding.model.weights import INDEX, open_safetensors, read_json
+from ..decoding.model.weights import INDEX, StoredTensors, open_safetensors, read_headers, read_json
 from ..errors import UserError
 from ..quantization.codes import Scheme
 from ..quantization.dequantised import most_common, stored_grid
@@ -148,8 +148,8 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
         done = _read_block(file, block, plan) if name in known and _is(file, known[name]) else None
         resumed += done is not None
         if done is None:
-            done = list(quantise(block, {n: plan.layers[n] for stage in block.stages for n in stage.names}))
-            _write_block(file, block, [_fitted(block, report, plan) for report in done], plan)
+            chosen = {n: plan.layers[n] for stage in block.stages for n in stage.names}
+            _write_block(file, block, list(quantise(block, chosen, plan.form.fit)), plan)
             known |= {name: file_digest(file)}
             keep(folder, STATE, {"key": plan.key, "files": known})
             done = _read_block(file, block, plan)  # as it is stored: what is broken off goes on from the same
@@ -203,13 +203,6 @@ def _stored(block: CalibratedBlock, plan: Quantising) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def _fitted(block: CalibratedBlock, report: Report, plan: Quantising) -> Report:
-    """The layer's codes become what the format expresses of them."""
-    fit = plan.form.fit(block.codes[report.name])
-    block.codes[report.name] = fit.codes
-    return replace(report, notes=report.notes + fit.notes)
-
-
 def _write_block(file: Path, block: CalibratedBlock, reports: Sequence[Report], plan: Quantising) -> None:
     about = plan.form.config({name: codes.scheme for name, codes in block.codes.items()}, ())
     note = {"reports": [asdict(report) for report in reports], "config": about}
@@ -229,15 +222,16 @@ def _write(file: Path, tensors: Mapping[str, Tensor], note: Mapping[str, str]) -
 
 def _read_block(file: Path, block: CalibratedBlock, plan: Quantising) -> list[Report]:
     """What was done; the block becomes what is stored of it."""
-    with open_safetensors(file) as stored:
-        note = json.loads(stored.metadata()["decodelab-quantised"])
-        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        block.codes.clear()  # in the order of the file
-        for layer in plan.form.layers(shapes, note["config"]):
-            block.codes[layer] = plan.form.read(layer, stored.get_tensor, note["config"])
-        for name in block.tensors:
-            if name in shapes:
-                block.tensors[name] = stored.get_tensor(name).float()
+    note = json.loads(open_safetensors(file).metadata()["decodelab-quantised"])
+    table = read_headers([file])
+    tensors = StoredTensors(table)
+    shapes = {name: stored.shape for name, stored in table.items()}
+    block.codes.clear()  # in the order of the file
+    for layer in plan.form.layers(shapes, note["config"]):
+        block.codes[layer] = plan.form.read(layer, tensors.__getitem__, note["config"])
+    for name in block.tensors:
+        if name in table:
+            block.tensors[name] = tensors[name].float()
     block.changed()
     return [Report(**report | {"notes": tuple(report["notes"])}) for report in note["reports"]]
 

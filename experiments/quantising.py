@@ -20,7 +20,7 @@ from ..quantization.quantiser import Quantiser, check_overrides, deciding, setti
 from .calibration import Pieces, load_calibration
 
 AUTO = "auto"
-VERSION = 4  # of what the quantisers compute: a new number makes copies in the cache unused
+VERSION = 5  # of what the quantisers compute: a new number makes copies in the cache unused
 
 
 @dataclass(frozen=True)

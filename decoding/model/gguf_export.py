@@ -202,7 +202,7 @@ def _tokens(source: Source, vocab: int) -> Fields:
         (_CONTROL if added[i]["special"] else _USER) if i in added else _NORMAL if i in by_id else _UNUSED
         for i in range(vocab)
     ]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    merges = _merges(source, content["model"].get("merges"))
     found: Fields = {
         "tokenizer.ggml.model": ("gpt2", kinds.STRING, None),
         "tokenizer.ggml.pre": (split, kinds.STRING, None),
@@ -219,6 +219,19 @@ def _tokens(source: Source, vocab: int) -> Fields:
     if isinstance(tokenizer.chat_template, str):
         found["tokenizer.chat_template"] = tokenizer.chat_template, kinds.STRING, None
     return found
+
+
+def _merges(source: Source, found: Any) -> list[str]:
+    """As a GGUF file has them: two tokens, between them a space, and so none within."""
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in found or ()]
+    wrong = [pair for pair in pairs if len(pair) != 2 or any(" " in token for token in pair)]
+    if not pairs or wrong:
+        told = f"the merge {wrong[0]}" if wrong else "no merges"
+        raise UserError(
+            f"the tokenizer of {source.label} has {told}, and a GGUF file needs merges of two tokens without a space: "
+            "choose another format"
+        )
+    return [" ".join(pair) for pair in pairs]
 
 
 def _split_of(content: Mapping[str, Any]) -> str | None:

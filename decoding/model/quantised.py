@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...quantization.codes import Codes
-from ...quantization.formats import FORMATS, QuantisedLayers
+from ...quantization.formats import FORMATS, QuantisedLayers, layers_of
 from .weights import Stored, StoredTensors, read_json
 
 CONFIG = "quantization_config"  # the key in config.json
@@ -27,18 +27,16 @@ def read_quantised(folder: Path, table: Mapping[str, Stored]) -> tuple[Mapping[s
             f"{folder} holds weights quantised by {method}, which are not read; read are {', '.join(FORMATS)}: "
             "give the unquantised model"
         )
-    form = FORMATS[method]
+    form, shapes = FORMATS[method], {name: stored.shape for name, stored in table.items()}
+    dtypes = {name: stored.dtype for name, stored in table.items()}
     try:
-        shapes = form.layers({name: stored.shape for name, stored in table.items()}, config)
+        layers = layers_of(form, config, shapes, dtypes)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: its {CONFIG} is not one of {method} ({told}): download it again") from None
     origin = config.get("origin")
     if not isinstance(origin, str | None):
         raise UserError(f"{folder}: the origin in its {CONFIG} is no digest: download it again")
-    return QuantisedLayers(form, config, StoredTensors(table).__getitem__, shapes), origin
+    return QuantisedLayers(form, config, StoredTensors(table).__getitem__, layers), origin
 
 
 def weight_shapes(codes: Mapping[str, Codes]) -> dict[str, tuple[int, ...]]:

@@ -18,10 +18,11 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies."""
+    """Where a tensor lies; `dtype` as safetensors calls it."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -83,7 +84,9 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     table: dict[str, Stored] = {}
     for file in files:
         opened = open_safetensors(file)
-        table |= {name: Stored(file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118
+        for name in opened.keys():  # noqa: SIM118
+            tensor = opened.get_slice(name)
+            table[name] = Stored(file, tuple(tensor.get_shape()), tensor.get_dtype())
     return table
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from .awq import AWQFormat
 from .compressed_tensors import CompressedTensors
-from .format import Format, QuantisedLayers, open_layers
+from .format import Format, QuantisedLayers, layers_of
 from .gguf import GGUFBlocks
 from .gptq import GPTQFormat
 from .native import Native
@@ -16,4 +16,4 @@ WRITTEN: Mapping[str, Format] = {
 }
 FORMATS: Mapping[str, Format] = {form.name: form for form in WRITTEN.values()}  # by quant_method in config.json
 
-__all__ = ["FORMATS", "NATIVE", "WRITTEN", "Format", "QuantisedLayers", "open_layers"]
+__all__ = ["FORMATS", "NATIVE", "WRITTEN", "Format", "QuantisedLayers", "layers_of"]

@@ -12,8 +12,23 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import AGAIN, FLOATS, Shape, common, flag, float16, matrix, misfits, need, owners, refuse, unlike
-from .format import unwords, whole, words
+from .format import (
+    AGAIN,
+    FLOATS,
+    Shape,
+    common,
+    flag,
+    float16,
+    matrix,
+    misfits,
+    need,
+    owners,
+    refuse,
+    unlike,
+    unwords,
+    whole,
+    words,
+)
 
 BITS = 4
 SIZES = (16, 32, 64, 128)

@@ -16,8 +16,22 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import AGAIN, FLOATS, Shape, flag, float16, matrix, misfits, need, owners, refuse, uneven, unwords
-from .format import whole, words
+from .format import (
+    AGAIN,
+    FLOATS,
+    Shape,
+    flag,
+    float16,
+    matrix,
+    misfits,
+    need,
+    owners,
+    refuse,
+    uneven,
+    unwords,
+    whole,
+    words,
+)
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 PACKED, PLAIN = "pack-quantized", "int-quantized"

@@ -90,15 +90,11 @@ class QuantisedLayers(Mapping[str, Codes]):
         return tensor
 
 
-def open_layers(
-    form: Format,
-    config: Mapping[str, Any],
-    tensor: Callable[[str], Tensor],
-    shapes: Mapping[str, Shape],
-    dtypes: Mapping[str, str],
-) -> QuantisedLayers:
-    """The layers of a checkpoint whose tensors have these shapes and types. Refuses, in one line, what is not as the
-    format and `config` say; values are looked at when a layer is read."""
+def layers_of(
+    form: Format, config: Mapping[str, Any], shapes: Mapping[str, Shape], dtypes: Mapping[str, str]
+) -> dict[str, tuple[int, int]]:
+    """`form.layers`, of a checkpoint from elsewhere. Refuses, in one line, a `config` that is none of the format and
+    tensors of other types; values are looked at when a layer is read."""
     try:
         layers = form.layers(shapes, config)
     except UserError:
@@ -113,7 +109,7 @@ def open_layers(
                 f"{name} is of {found}, but must be of {' or '.join(known)}: the checkpoint is damaged, or of another "
                 f"format; {AGAIN}"
             )
-    return QuantisedLayers(form, config, tensor, layers)
+    return layers
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -222,14 +218,25 @@ def refuse(form: Format, problems: Mapping[str, Sequence[str]]) -> None:
 
 
 def _brief(layers: Sequence[str]) -> str:
-    """All of them; those that differ in one number alone, as model.layers.0,1,2.mlp.up_proj."""
+    """All of them; those that differ in one number alone, as model.layers.0,1,5–29.mlp.up_proj."""
     numbers: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
         if found := re.search(r"(?<=\.)\d+(?=\.)", layer):
             numbers.setdefault((layer[: found.start()], layer[found.end() :]), []).append(found.group())
         else:
             numbers.setdefault((layer, ""), [])
-    return ", ".join(f"{head}{','.join(each)}{tail}" for (head, tail), each in numbers.items())
+    return ", ".join(f"{head}{_ranges(each)}{tail}" for (head, tail), each in numbers.items())
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    """Three neighbours or more as the first and the last of them."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 def unlike(layers: Mapping[str, Scheme]) -> dict[str, list[str]]:

@@ -17,8 +17,24 @@ from torch import Tensor
 from ...errors import UserError
 from ..codes import Codes, Scheme
 from ..quantiser import Quantised
-from .format import AGAIN, FLOATS, Shape, check_groups, common, flag, float16, matrix, misfits, need, owners, refuse
-from .format import uneven, unlike, unwords, whole, words
+from .format import (
+    FLOATS,
+    Shape,
+    check_groups,
+    common,
+    flag,
+    float16,
+    matrix,
+    misfits,
+    need,
+    owners,
+    refuse,
+    uneven,
+    unlike,
+    unwords,
+    whole,
+    words,
+)
 
 BITS = (2, 3, 4, 8)
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -47,6 +63,7 @@ class GPTQFormat:
         if bits not in BITS:
             raise UserError(f"it has GPTQ codes of {bits} bits, and {', '.join(map(str, BITS))} are read")
         _version(config)
+        flag(config, "sym")
         for pattern, about in (config.get("dynamic") or {}).items():
             if about and not pattern.startswith("-:"):
                 raise UserError(f"quantization_config.dynamic gives {pattern!r} settings of its own, which is not read")
@@ -156,12 +173,14 @@ def _judge(codes: Codes, stored: Tensor, version: int) -> None:
     """Warns where zero points seem to be of the other version than is said. Weights are 0 in the mean, or a small part
     of a step: read by the wrong version, they are a whole step from it."""
     counts = torch.bincount(codes.column_groups, minlength=stored.shape[1]).float()
-    mean = float(codes.codes.float().mean() - stored.float().mean(0) @ counts / counts.sum())
-    by = {2: abs(mean), 1: abs(mean - 1)}  # version 1: the zero point is one more than what is stored
+    steps = codes.codes.float()
+    mean = float(steps.mean() - stored.float().mean(0) @ counts / counts.sum())
+    clear = float(steps.std()) / steps.numel() ** 0.5 < 0.1  # what chance does to the mean of so many weights
+    fits = [each for each, off in ((1, mean - 1), (2, mean)) if clear and abs(off) < 0.25]  # of 1, all is one more
     names, other = {1: "gptq", 2: "gptq_v2"}, 3 - version
-    if by[version] < 0.25:
+    if fits == [version]:
         return
-    if by[other] < 0.25:
+    if fits == [other]:
         told = f"but its zero points are of {names[other]}, by the mean of the weights: correct checkpoint_format if so"
     else:
         told = f"and whether its zero points are of {names[other]} cannot be told by the weights"

@@ -261,7 +261,7 @@ def test_a_checkpoint_that_says_what_it_is_not_is_one_line(quantize: Any, capsys
     for changes, told in (
         ({"checkpoint_format": "marlin"}, "format 'marlin'"),
         ({"bits": 8}, "but must be"),
-        ({"bits": "four"}, "is not one of gptq"),
+        ({"bits": "four"}, "quantization_config has bits='four', but must have"),
         ({"quant_method": "exl3"}, "quantised by exl3, which are not read"),
     ):
         edit_json(folder / "config.json", quantization_config=config["quantization_config"] | changes)

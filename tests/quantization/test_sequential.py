@@ -11,11 +11,12 @@ from torch import Tensor
 from decodelab.decoding.model.calibrated import CalibratedBlock, passages
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.errors import UserError
-from decodelab.quantization.codes import Scheme
+from decodelab.quantization.codes import Codes, Scheme
+from decodelab.quantization.formats.gptq import GPTQFormat
 from decodelab.quantization.grid import Grid, round_to_nearest
 from decodelab.quantization.quantiser import Calibration, Inputs, Quantised, Quantiser, settings_of
 from decodelab.quantization.rtn import RTN
-from decodelab.quantization.sequential import output_error, quantise
+from decodelab.quantization.sequential import Report, output_error, quantise
 from decodelab.tests.decoding.model.checkpoints import tiny_model
 from decodelab.tests.enumeration import unchecked
 

@@ -1,7 +1,9 @@
 """GGUF files become the model they were made from: config, tokenizer and tensors."""
 
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decodelab.decoding.model import gguf as gguf_files
+from decodelab.decoding.model.gguf_export import check_gguf
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
 from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import (
@@ -20,6 +23,8 @@ from decodelab.tests.decoding.model.checkpoints import (
     START,
     TEMPLATE,
     TOKENS,
+    edit_json,
+    save_folder,
     tiny_model,
     write_gguf,
 )
@@ -170,6 +175,16 @@ def test_a_word_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
     fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["Ġ Ġ", "1 2"]}
     write_gguf(tmp_path / "tiny.gguf", tiny_model(), split="smaug-bpe", fields=fields)
     assert opened(tmp_path / "tiny.gguf").tokenizer("xyz").input_ids == [tokens.index("xyz")]
+
+
+@pytest.mark.parametrize("merges", [[], [["a b", "c"]], None, 5, [["a"]]])
+def test_a_tokenizer_whose_merges_a_file_cannot_hold_is_refused(merges: Any, tmp_path: Path) -> None:
+    file = save_folder(tmp_path, tiny_model()) / "tokenizer.json"
+    model = json.loads(file.read_text())["model"]
+    more = {"a b": len(TOKENS), "a bc": len(TOKENS) + 1}
+    edit_json(file, model=model | {"merges": merges, "vocab": model["vocab"] | more})
+    with pytest.raises(UserError, match=r"^[^\n]*(has no merges|has the merge|the tokenizer is unreadable)[^\n]*$"):
+        check_gguf(opened(tmp_path))
 
 
 @pytest.mark.parametrize(

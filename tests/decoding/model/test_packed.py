@@ -112,7 +112,7 @@ def test_a_scale_that_is_no_number_is_one_line(tmp_path: Path) -> None:
     content[at : at + 2] = np.array([np.inf], np.float16).tobytes()
     file.write_bytes(content)
     source = packed(open_source(ModelSpec(path=str(file))))
-    with pytest.raises(UserError, match=r"'model.layers.1.mlp.up_proj.scale' of the checkpoint is not finite"):
+    with pytest.raises(UserError, match=r"'model.layers.1.mlp.up_proj.blocks' of the checkpoint is not finite"):
         load_decoder(source, dtype=torch.float32)
 
 

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from safetensors import deserialize
+from safetensors.torch import save
 
 from decodelab.quantization.codes import Codes
-from decodelab.quantization.formats import Format
+from decodelab.quantization.formats import Format, QuantisedLayers, layers_of
 
 
 def random_codes(N: int, K: int, bits: int = 4, group_size: int = -1, symmetric: bool = False, **parts: Any) -> Codes:
@@ -26,13 +28,17 @@ def written(form: Format, codes: Codes) -> tuple[dict[str, torch.Tensor], dict[s
     return form.write("X", codes), form.config({"X": codes.scheme}, ["lm_head"])
 
 
+def headers(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """(shapes, types) as a file's header has them."""
+    stored = dict(deserialize(save({name: tensor.contiguous() for name, tensor in tensors.items()})))
+    return {n: tuple(each["shape"]) for n, each in stored.items()}, {n: each["dtype"] for n, each in stored.items()}
+
+
 def reread(form: Format, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Codes:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = form.layers(shapes, config)
+    found = QuantisedLayers(form, config, tensors.__getitem__, layers_of(form, config, *headers(tensors)))
     assert list(found) == ["X"]
-    codes = form.read("X", tensors.__getitem__, config)
-    assert codes.shape == found["X"]
-    return codes
+    assert found["X"].shape == found.shapes["X"]
+    return found["X"]
 
 
 def same(a: Codes, b: Codes) -> bool:

@@ -50,12 +50,19 @@ def test_old_keys_and_symmetric_checkpoints_without_zero_points_are_read() -> No
         reread(AWQ, tensors, config)
 
 
+def test_zero_points_that_are_there_against_what_is_said_are_refused() -> None:
+    tensors, config = written(AWQ, random_codes(16, 64, 4, 32))
+    with pytest.raises(UserError, match=r"^X\.qzeros is there, but must not be, .* zero_point=false: say true there"):
+        reread(AWQ, tensors, config | {"zero_point": False})
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"bits": 8}, "AWQ codes of 8 bits, and 4 are read"),
         ({"version": "gemv"}, "in the format 'gemv', and gemm is read"),
         ({"version": "llm-awq"}, "in the format 'llm-awq'"),
+        ({"group_size": 48}, "X has 64 columns, which group_size=48 does not divide"),
         ({"group_size": 64}, r"X.scales is \(2, 16\), but must be \(1, 16\)"),
     ],
 )

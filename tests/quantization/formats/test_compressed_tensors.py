@@ -9,6 +9,7 @@ import torch
 from decodelab.errors import UserError
 from decodelab.quantization.codes import Scheme
 from decodelab.quantization.formats.compressed_tensors import CompressedTensors
+from decodelab.quantization.formats.format import words
 from decodelab.tests.quantization.formats.layers import random_codes, reread, same, written
 
 CT = CompressedTensors()
@@ -78,6 +79,31 @@ def test_layers_of_unlike_settings_are_groups() -> None:
         CT.layers(shapes, config)
 
 
+def test_zero_points_of_symmetric_layers_are_the_middle() -> None:
+    """Some programs store them."""
+    codes = random_codes(32, 64, 4, 32, symmetric=True)
+    tensors, config = written(CT, codes)
+    middle = words(codes.zero.T.contiguous(), 4).T
+    for zero in (middle, torch.zeros(32, 2, dtype=torch.int8), torch.zeros_like(middle)):
+        assert same(reread(CT, tensors | {"X.weight_zero_point": zero}, config), codes)
+    with pytest.raises(UserError, match=r"^X\.weight_zero_point holds others than the middle, .* says symmetric=true"):
+        reread(CT, tensors | {"X.weight_zero_point": middle + 1}, config)
+
+
+def test_rows_that_do_not_fill_their_words_are_read_in_groups_alone() -> None:
+    """Of a whole row, the header does not say whether it is of 100 or of 104."""
+    for group in (20, -1):
+        codes = random_codes(32, 100, 4, group, symmetric=True)
+        config = CT.config({"X": codes.scheme}, [])
+        tensors = {"X.weight_packed": words(codes.codes, 4), "X.weight_scale": codes.scale}
+        tensors["X.weight_shape"] = torch.tensor([32, 100])
+        if group == 20:
+            assert same(reread(CT, tensors, config), codes)
+        else:
+            with pytest.raises(UserError, match=r"^X\.weight_shape is \[32, 100\], but must be \[32, 104\]"):
+                reread(CT, tensors, config)
+
+
 def _weights(**changes: Any) -> dict[str, Any]:
     return {"weights": changes}
 
@@ -86,6 +112,8 @@ def _weights(**changes: Any) -> dict[str, Any]:
     ("changes", "match"),
     [
         (_weights(num_bits=8), r"X.weight_packed is \(32, 8\), but must be \(32, 16\)"),
+        (_weights(group_size=None), "quantization_config has group_size=None, but must have a whole number from 1 up"),
+        ({"targets": ["re:("]}, r"quantization_config has 're:\(', which is no pattern"),
         (_weights(type="float"), "X has codes of type float and 4 bits, which are not read"),
         (_weights(strategy="tensor"), "X has scales by tensor, and those by group and channel are read"),
         (_weights(actorder="group"), r"not grouped in order \(actorder=group\)"),

@@ -1,5 +1,6 @@
 """GPTQ's layout, word by word, and what is refused of others' checkpoints."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from decodelab.errors import UserError
 from decodelab.quantization.codes import Scheme
+from decodelab.quantization.formats.format import words
 from decodelab.quantization.formats.gptq import GPTQFormat
+from decodelab.quantization.grid import Grid, round_to_nearest
 from decodelab.tests.quantization.formats.layers import random_codes, reread, same, written
 
 V1, V2 = GPTQFormat(1), GPTQFormat(2)
@@ -52,14 +55,18 @@ def test_what_is_written_is_read(form: GPTQFormat, symmetric: bool, bits: int, g
 
 
 def test_columns_may_be_in_any_group() -> None:
-    groups = torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    groups = (torch.randperm(64, generator=torch.Generator().manual_seed(0)) // 32).int()
     codes = random_codes(32, 64, 4, 32, groups=groups)
     tensors, config = written(V2, codes)
     assert config["desc_act"] is True
     assert torch.equal(tensors["X.g_idx"], groups)
     assert same(reread(V2, tensors, config), codes)
-    tensors["X.g_idx"] = torch.full((64,), 2, dtype=torch.int32)
-    with pytest.raises(UserError, match=r"names groups that X\.scales does not have"):
+    for wrong, told in ((2, "groups up to 2"), (0, "64 columns to group 0")):  # all 0: so some programs said in order
+        tensors["X.g_idx"] = torch.full((64,), wrong, dtype=torch.int32)
+        with pytest.raises(UserError, match=rf"^X\.g_idx gives {told}, but 64 columns are 2 groups of 32"):
+            reread(V2, tensors, config)
+    del tensors["X.g_idx"]
+    with pytest.raises(UserError, match=r"^X\.g_idx is missing"):
         reread(V2, tensors, config)
 
 
@@ -99,6 +106,41 @@ def test_a_zero_point_that_programs_read_differently_is_refused() -> None:
     tensors, config = written(V2, codes)  # with 15s and 0s, as they are
     with pytest.raises(UserError, match=r"X.qzeros of version 1 holds 15, .* 0 or of 16: give a checkpoint of gptq_v2"):
         reread(V1, tensors, config | {"checkpoint_format": "gptq"})
+
+
+def test_zero_points_that_are_not_the_middle_are_not_symmetric() -> None:
+    tensors, config = written(V2, random_codes(32, 64, 4, 32))
+    with pytest.raises(UserError, match=r"^X\.qzeros holds 0 to 15, but must hold 8 alone \(or 7\), .* says sym=true"):
+        reread(V2, tensors, config | {"sym": True})
+
+
+@pytest.mark.parametrize("form", [V1, V2], ids=["v1", "v2"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_version_that_the_weights_contradict_is_said(rng: torch.Generator, form: GPTQFormat, bits: int) -> None:
+    codes = form.fit(round_to_nearest(torch.randn(64, 64, generator=rng), Grid(bits, 32, symmetric=False))).codes
+    tensors, config = written(form, codes)
+    other = "gptq" if form is V2 else "gptq_v2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(reread(form, tensors, config), codes)
+    with pytest.warns(RuntimeWarning, match=rf"read as {other}, but its zero points are of {form.title}, by the mean"):
+        assert not same(reread(form, tensors, config | {"checkpoint_format": other}), codes)
+
+
+def test_a_version_that_cannot_be_told_is_said() -> None:
+    codes = random_codes(32, 64, 4, 32)
+    for changed in (replace(codes, codes=codes.codes.clamp_min(8)), random_codes(32, 64, 8, 32)):  # chance alone, at 8
+        with pytest.warns(RuntimeWarning, match="whether its zero points are of gptq cannot be told"):
+            reread(V2, *written(V2, changed))
+
+
+def test_zero_points_that_do_not_fill_their_words_are_read() -> None:
+    codes = random_codes(36, 64, 4, 32)
+    tensors, config = written(V2, random_codes(40, 64, 4, 32))
+    tensors["X.qweight"] = words(codes.codes, 4).T
+    tensors["X.qzeros"] = words(codes.zero.T.contiguous(), 4)
+    tensors["X.scales"] = codes.scale.T
+    assert same(reread(V2, tensors, config), codes)
 
 
 def _broken(change: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from decodelab.errors import UserError
 from decodelab.quantization.codes import Codes
 from decodelab.quantization.formats.native import Native
+from decodelab.tests.quantization.formats.layers import reread, written
 
 KINDS = [(bits, shift, groups) for bits in range(1, 9) for shift in (False, True) for groups in (False, True)]
 
@@ -49,6 +51,27 @@ def test_a_checkpoint_that_is_not_whole_is_refused(rng: torch.Generator, part: s
     for changed in ({n: s for n, s in shapes.items() if n != f"x.{part}"}, shapes | {f"x.{part}": (5, 99)}):
         with pytest.raises(UserError, match=r"^x\.\w+ is [^\n]*, but must be .*; quantise again$"):
             form.layers(changed, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"zero": lambda t: t + 200}, r"X\.zero holds 2\d\d, but must hold at most 15: it is damaged"),
+        ({"scale": lambda t: t.int()}, r"X\.scale is of I32, but must be of F16 or BF16 or F32"),
+        ({"codes": lambda t: t.long()}, r"X\.codes is of I64, but must be of U8"),
+        (
+            {"groups": lambda t: t.clamp_max(0)},
+            r"X\.groups gives 21 columns to group 0, but 21 columns are 3 groups",
+        ),
+        ({"groups": lambda t: t + 1}, r"X\.groups gives groups up to 3, but"),
+    ],
+)
+def test_values_that_codes_cannot_have_are_refused(rng: torch.Generator, change: dict[str, Any], told: str) -> None:
+    tensors, config = written(Native(), codes_of(rng, 4, shift=False, groups=True))
+    for part, damage in change.items():
+        tensors[f"X.{part}"] = damage(tensors[f"X.{part}"])
+    with pytest.raises(UserError, match=rf"^{told}[^\n]*$"):
+        reread(Native(), tensors, config)
 
 
 def test_another_version_is_refused() -> None:
