@@ -8,6 +8,7 @@ import torch
 from ...attention.conversion import ConvertedTensors, converts
 from ...attention.layout import Layout
 from ...errors import UserError
+from ...kernels.dispatch import Kernels
 from .config import ModelConfig
 from .decoder import Decoder
 from .source import Source
@@ -19,10 +20,12 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     layout: Layout | None = None,
+    kernels: Kernels | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Decoder:
     """Read the weights of `source` into a decoder. `layout`: of its keys and values, where that is not the model's own;
-    weights that go with other heads or owners are converted. `progress(what, done, total)` counts layers."""
+    weights that go with other heads or owners are converted. `kernels`: as of a `Decoder`. `progress(what, done,
+    total)` counts layers."""
     config = ModelConfig.from_hf(source.config)
     tensors = source.tensors(progress)
     if layout is not None and converts(layout, config.layout):
@@ -35,6 +38,7 @@ def load_decoder(
         dtype=dtype,
         device=device,
         codes=source.codes,
+        kernels=kernels,
         progress=report,
     )
 
