@@ -1,11 +1,15 @@
 """GPTQ against its definition, and where others' went wrong."""
 
+import weakref
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from decodelab.errors import UserError
 from decodelab.quantization import gptq
@@ -297,3 +301,29 @@ def test_a_text_of_fewer_tokens_than_columns_is_warned_of():
 def test_settings_that_are_refused(keys, told):
     with pytest.raises(UserError, match=told):
         GPTQ(**keys)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and (at := tensor.untyped_storage())._cdata not in self.sizes:
+                self.sizes[at._cdata] = at.nbytes()
+                weakref.finalize(at, self.sizes.pop, at._cdata, 0)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return found
+
+
+@pytest.mark.parametrize(("N", "K", "most"), [(8, 256, 32), (512, 128, 12 + 28 * 4)])
+def test_it_takes_the_memory_that_it_says(N: int, K: int, most: int, rng: torch.Generator) -> None:
+    weight, seen = torch.randn(N, K, generator=rng), Inputs.of([torch.randn(2 * K, K, generator=rng)])
+    with Live() as live:
+        GPTQ().layer(weight, seen)
+    assert 0.75 * most < live.most / K**2 < 1.1 * most
