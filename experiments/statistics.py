@@ -20,6 +20,7 @@ LEAST = 5  # prompts; no interval under that
 RESAMPLES = 9_999
 BATCH = 1_000  # resamples held in memory at once
 FEWEST = 499  # draws of many values, each of which takes long
+ITEMS = 10  # below, draws of items gave a false alarm in one of six runs
 WORK = 4_000_000  # values drawn
 SIGNIFICANT = 0.05  # two-sided
 POWER = 0.8
@@ -164,9 +165,9 @@ class Slice:
 def worst_slice(losses: Column, sizes: Column, names: Sequence[str], draws: int | None = None) -> Slice | None:
     """Of items, each in the slice that `names` says, with so much loss in so many tokens. Items are drawn anew, since
     tokens of one item are alike; what they lose beyond the mean is taken by its spread at their size, so that a long
-    item's may stand in a short one's place. None without loss, or with one slice."""
+    item's may stand in a short one's place. None without loss, with one slice, or of fewer than 10 items."""
     slices, member = np.unique(np.asarray(names), return_inverse=True)
-    if len(slices) < 2 or not losses.sum() > 0:
+    if len(slices) < 2 or len(losses) < ITEMS or not losses.sum() > 0:
         return None
     share, size = losses / losses.sum(), sizes / sizes.sum()
     spread = _spread(share - size, sizes)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import NOT_IN_KEY
+from ..seeds import title as quantiser
 from ..statistics import LEAST
 from .load import Run, at, number_at
 
@@ -141,7 +142,12 @@ def _group(runs: Sequence[Run]) -> Group:
     rows.sort(key=lambda row: (row.verdict == "broken", row.speed is None, *_place(row), row.label))
     first = runs[0]
     timed = first.at("digests.task") is not None
-    title = [model(first), _text(first.at("provenance.dtype")), task(first) if timed else "quality alone"]
+    title = [
+        model(first),
+        *_quantised(first),
+        _text(first.at("provenance.dtype")),
+        task(first) if timed else "quality alone",
+    ]
     many = first.at("prompts")
     said = {
         "prompt" if many == 1 else "prompts": many if timed else None,
@@ -191,6 +197,12 @@ def model(run: Run) -> str:
     name = at(asked, "name") or _tail(at(asked, "path")) or "unknown model"
     adapter = at(asked, "adapter")
     return f"{name} + {_tail(adapter)}" if adapter else str(name)
+
+
+def _quantised(run: Run) -> list[str]:
+    """Of a folder of quantised weights, whose rows stand apart from those of other weights."""
+    made, own = run.at("provenance.quantised"), _part(run.at("config.quantization"))
+    return [quantiser(made)] if isinstance(made, Mapping) and "kind" in made and own in _USUAL["quantization"] else []
 
 
 def task(run: Run) -> str:

@@ -173,8 +173,10 @@ def test_a_slice_that_lost_more_is_found_and_one_that_did_not_is_not():
 
 def test_no_slice_is_worst_where_nothing_was_lost_or_there_is_one_slice():
     ones = np.ones(6)
-    assert worst_slice(0 * ones, ones, list("ababab")) is None
-    assert worst_slice(ones, ones, list("aaaaaa")) is None
+    assert worst_slice(np.zeros(10), np.ones(10), list("ababababab")) is None
+    assert worst_slice(np.ones(10), np.ones(10), list("aaaaaaaaaa")) is None
+    assert worst_slice(np.arange(10.0), np.ones(10), list("aaaaabbbbb")) is not None
+    assert worst_slice(np.arange(9.0), np.ones(9), list("aaaabbbbb")) is None  # so few tell nothing
     assert worst_step(0 * ones, np.arange(6), list("ababab")) is None
     assert worst_step(ones, np.arange(6), list("aaaaaa")) is None
 

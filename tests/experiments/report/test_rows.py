@@ -55,6 +55,8 @@ def test_what_a_group_is_called():
     other = group(run(config__model=path, config__task=task, config__batch=4))
     assert other.title == "Some-7B + mine · float32 · edits"
     assert "4 at once" in other.shared
+    made = {"kind": "awq", "settings": {"bits": 4, "group_size": 64}}
+    assert group(run(provenance__quantised=made)).title == "tiny · awq 4 bits group 64 · float32 · demo"
     assert group(run(digests__task=None, prompts=0, quality=quality(gsm=0.5))).title == "tiny · float32 · quality alone"
 
 

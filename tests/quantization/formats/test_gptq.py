@@ -188,6 +188,7 @@ def test_all_that_it_does_not_hold_is_told_at_once() -> None:
         **{f"model.layers.{i}.up": fine for i in range(3)},
         "model.layers.0.down": Scheme((64, 80), 4, 32, False),
         "model.layers.1.down": Scheme((64, 80), 4, 32, False),
+        **{f"model.layers.{i}.down": Scheme((64, 80), 4, 32, False) for i in (4, 5, 6)},
         "a": replace(fine, shift=True),
         "b": replace(fine, bits=5),
         "c": replace(fine, shape=(60, 128)),
@@ -202,7 +203,7 @@ def test_all_that_it_does_not_hold_is_told_at_once() -> None:
     assert told.startswith("format=gptq_v2 does not hold these layers (")
     assert told.endswith("): choose otherwise, or format=native")
     for part in (
-        "group_size=32 does not divide 80 columns: model.layers.0,1.down",
+        "group_size=32 does not divide 80 columns: model.layers.0,1,4–6.down",
         "float shifts, no integer zeros: a",
         "bits=5 is none of 2, 3, 4, 8: b",
         "60 rows of 4 bits do not fill 32-bit words: c",
