@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: help demo test check fix
+.PHONY: help demo test check fix gpu-check
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/installed  ## the main job: a strategy against plain decoding, on a real model
 	$(BIN)/decodelab run task.limit=10 task.max_new_tokens=48 drafting.per_match=null
@@ -25,6 +25,9 @@ check: $(VENV)/installed-test  ## ruff, mypy and the layers; edits nothing
 fix: $(VENV)/installed-test  ## what ruff can repair
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+gpu-check: $(VENV)/installed  ## kernels and models on the GPU, against its bars; eight minutes
+	$(BIN)/python -m decodelab.experiments.gpu_check
 
 # Stamps: nothing is installed again until $(PROJECT) change.
 $(VENV)/installed: $(PROJECT) | $(BIN)/pip
