@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 from torch import Tensor
 
 from ..kernels.verify_attention import padded_keys
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .layout import Layout
-from .reads import Reads, reads
+from .reads import Reads, ragged, reads
 from .rows import Rows
 
 _ALIGN = 64  # slots a sequence come in multiples of this
@@ -22,12 +22,12 @@ class Cache(Protocol):
     """Rows [0, length) of a sequence are committed; rows behind them are staged and belong to a forest.
 
     `stage` is called once a forward and says where its rows go, `write` once a layer that owns its keys, `view` once a
-    layer. Kernels that take the rows of many sequences at once read keys where they lie: `reads` says it of parts that
-    were staged last, `keys` of a layer, or None where they do not lie so, and `view` gathers them. Several forwards may
-    stage before a commit. `commit` keeps the listed staged rows of each sequence named, in order, and forgets every
-    other staged row, those of the sequences not named included; `drop` keeps none. `length`: committed rows; `room`:
-    rows that may still be staged; `staged`: rows staged since the last commit, over all sequences. `nbytes`: of the
-    tensors that committed rows lie in; `formula_bytes`: the same by the layout's arithmetic.
+    layer. Kernels that take the rows of many sequences at once read keys where they lie: `reads` tells them of parts
+    that were staged last, `keys` of a layer. Several forwards may stage before a commit. `commit` keeps the listed
+    staged rows of each sequence named, in order, and forgets every other staged row, those of the sequences not named
+    included; `drop` keeps none. `length`: committed rows; `room`: rows that may still be staged; `staged`: rows staged
+    since the last commit, over all sequences. `nbytes`: of the tensors that committed rows lie in; `formula_bytes`: the
+    same by the layout's arithmetic.
     """
 
     layout: Layout
@@ -37,7 +37,7 @@ class Cache(Protocol):
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None: ...
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]: ...
     def reads(self, parts: Sequence[Part]) -> Reads: ...
-    def keys(self, layer: int, tables: Int32[Tensor, "N M"]) -> Keys | None: ...
+    def keys(self, layer: int, reads: Reads) -> Keys: ...
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None: ...
     def drop(self) -> None: ...
     def free(self, sequence: int) -> None: ...
@@ -134,12 +134,12 @@ class DenseCache:
         return self._k[owner][part.sequence, :, : part.keys], self._v[owner][part.sequence, :, : part.keys]
 
     def reads(self, parts: Sequence[Part]) -> Reads:
-        return reads(self._book, parts, [(part.sequence,) for part in parts], 1, self.device)
+        return reads(self._book, parts, [ragged([(part.sequence,) for part in parts], 1)], self.device)
 
-    def keys(self, layer: int, tables: Int32[Tensor, "N M"]) -> Keys:
+    def keys(self, layer: int, reads: Reads) -> Keys:
         """A sequence is a block."""
         owner = self.layout.layers[layer].owner
-        return Keys(self._k[owner].transpose(1, 2), self._v[owner].transpose(1, 2), tables=tables)
+        return Keys(self._k[owner].transpose(1, 2), self._v[owner].transpose(1, 2), tables=reads.tables[0])
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sequence, kept in keep.items():

@@ -62,13 +62,13 @@ class KeptRows:
         k, v = found[0] if self.scales is None else dequantise(found[0], found[1], self.dtype)
         return k, v
 
-    def keys(self, block: int, tables: Int32[Tensor, "N M"]) -> Keys:
-        """As they lie, for kernels: blocks of so many slots."""
+    def keys(self, block: int, tables: Int32[Tensor, "N M"], ring: int | None = None) -> Keys:
+        """As they lie, for kernels: in blocks of so many slots."""
         k, v = (part.unflatten(1, (-1, block)).permute(1, 2, 0, 3) for part in self.codes)
         if self.scales is None:
-            return Keys(k, v, tables=tables)
+            return Keys(k, v, tables=tables, ring=ring)
         k_scale, v_scale = (part.unflatten(1, (-1, block)).permute(1, 2, 0) for part in self.scales)
-        return Keys(k, v, k_scale, v_scale, tables)
+        return Keys(k, v, k_scale, v_scale, tables, ring)
 
     def move(self, source: Int[Tensor, " n"], to: Int[Tensor, " n"]) -> None:
         """Copy slots to others, which may be among them."""

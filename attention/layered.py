@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.verify_attention import BLOCK, padded_keys
@@ -15,7 +15,7 @@ from .book import Book, Part, Placement
 from .cache import rounded
 from .kept import KeptRows
 from .layout import LayerKV, Layout, Sight
-from .reads import Reads, reads
+from .reads import Reads, ragged, reads
 from .rows import Rows
 
 _STAGING = 64  # rows: staging grows in steps of it, and shrinks to it once a prompt is committed
@@ -54,6 +54,7 @@ class LayeredCache:
             )
             for owner, one in self._owners
         }
+        self._rings = [sight for sight in self._book.sights if self._is_ring(sight)]
         self._staging, self._prompted = 0, False  # rows that there is room for; whether long chains are among them
         self._looks: dict[tuple[int, Sight], _Look] = {}  # as of the sequence's last forward
 
@@ -115,12 +116,21 @@ class LayeredCache:
         return self._kept[one.owner].get(self._looks[part.sequence, one.sight].at)
 
     def reads(self, parts: Sequence[Part]) -> Reads:
-        return reads(self._book, parts, [(part.sequence,) for part in parts], 1, self.device)
+        tables = [ragged([(part.sequence,) for part in parts], 1)]
+        staged = [np.array(self._book.staged_of(part.sequence)) for part in parts]
+        width = max(map(len, staged))
+        for sight in self._rings:
+            rings = [self._slots(sight, part.sequence, np.arange(self._held(sight))) for part in parts]
+            slots = zip(rings, (self._committed(sight) + numbers for numbers in staged), strict=True)
+            tables.append(ragged([np.concatenate(both) for both in slots], self._held(sight) + width))
+        return reads(self._book, parts, tables, self.device)
 
-    def keys(self, layer: int, tables: Int32[Tensor, "N M"]) -> Keys | None:
-        """A sequence is a block; of a ring there are none."""
+    def keys(self, layer: int, reads: Reads) -> Keys:
+        """A sequence is a block, or, of a ring, which stages elsewhere, a slot is."""
         one = self.layout.layers[layer]
-        return None if self._is_ring(one.sight) else self._kept[one.owner].keys(self.capacity, tables)
+        if one.sight not in self._rings:
+            return self._kept[one.owner].keys(self.capacity, reads.tables[0])
+        return self._kept[one.owner].keys(1, reads.tables[1 + self._rings.index(one.sight)], self._held(one.sight))
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sight in self._book.sights:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.verify_attention.keys import Keys
@@ -11,7 +11,7 @@ from .book import Book, Part, Placement
 from .kept import KeptRows
 from .layout import Layout
 from .pages import Pages
-from .reads import Reads, reads
+from .reads import Reads, ragged, reads
 from .rows import Rows
 
 SPARE = 4  # times what is needed: so much a pool that shares keeps, where its size is not given
@@ -136,10 +136,10 @@ class PagedCache:
 
     def reads(self, parts: Sequence[Part]) -> Reads:
         tables = [self.pages.table(part.sequence) for part in parts]
-        return reads(self._book, parts, tables, -(-self.capacity // self.pages.size), self.device)
+        return reads(self._book, parts, [ragged(tables, -(-self.capacity // self.pages.size))], self.device)
 
-    def keys(self, layer: int, tables: Int32[Tensor, "N M"]) -> Keys:
-        return self._kept[self.layout.layers[layer].owner].keys(self.pages.size, tables)
+    def keys(self, layer: int, reads: Reads) -> Keys:
+        return self._kept[self.layout.layers[layer].owner].keys(self.pages.size, reads.tables[0])
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sequence, kept in keep.items():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int32
+from jaxtyping import Int32, Integer
 from torch import Tensor
 
 from ..kernels.verify_attention.keys import Looks
@@ -17,16 +17,17 @@ _ALIGN = 4  # of 32 bits: kernels are compiled anew for pointers that are not mu
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Of the rows of some sequences in one forward; `tables`: the blocks of each sequence in its cache's pools."""
+    """Of the rows of some sequences in one forward; `tables`: the blocks of each sequence in the pools of its cache, of
+    which there may be several kinds."""
 
     looks: Looks
-    tables: Int32[Tensor, "N M"]
+    tables: tuple[Int32[Tensor, "N _"], ...]
 
 
 def reads(
-    book: Book, parts: Sequence[Part], tables: Sequence[Sequence[int]], width: int, device: torch.device
+    book: Book, parts: Sequence[Part], tables: Sequence[Integer[np.ndarray, "N _"]], device: torch.device
 ) -> Reads:
-    """Of parts that were staged last, whose tables have `width` blocks at most. The device gets one copy."""
+    """Of parts that were staged last. The device gets one copy."""
     shapes = [book.shape(part.sequence) for part in parts]
     counts = [part.stop - part.first for part in parts]
     staged = np.array([len(shape) for shape in shapes])
@@ -34,20 +35,26 @@ def reads(
     starts = np.concatenate([[0], np.cumsum(counts)])
     prefix = np.array([book.length(part.sequence) for part in parts])
     positions, at, blocked = np.zeros(T), np.zeros((N, W)), np.ones((T, W), dtype=bool)
-    blocks = np.zeros((N, width))
-    for s, (shape, count, table) in enumerate(zip(shapes, counts, tables, strict=True)):
+    for s, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
         depth, sees = forest(shape)
         mine = slice(starts[s], starts[s + 1])
         at[s, : len(shape)] = prefix[s] + np.array(depth)
         positions[mine] = at[s, len(shape) - count : len(shape)]
         blocked[mine, : len(shape)] = ~sees[len(shape) - count :]
-        blocks[s, : len(table)] = table
-    numbers = [part.astype(np.int32) for part in (starts, prefix, staged, positions, at, blocks)]
+    numbers = [part.astype(np.int32) for part in (starts, prefix, staged, positions, at, *tables)]
     words = np.zeros(-(-blocked.size // 4), dtype=np.int32)
     words.view(np.uint8)[: blocked.size] = blocked.reshape(-1)
     found = _moved([*numbers, words], device)
     seen = found.pop().view(torch.bool)[: blocked.size].view(T, W)
-    return Reads(Looks(*found[:5], seen, max(counts), book.capacity), found[5])
+    return Reads(Looks(*found[:5], seen, max(counts), book.capacity), tuple(found[5:]))
+
+
+def ragged(tables: Sequence[Sequence[int]], width: int) -> Integer[np.ndarray, "N M"]:
+    """One above the other, filled up to `width` with zeros."""
+    whole = np.zeros((len(tables), width), dtype=np.int32)
+    for row, table in zip(whole, tables, strict=True):
+        row[: len(table)] = table
+    return whole
 
 
 def _moved(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

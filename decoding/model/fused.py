@@ -13,9 +13,8 @@ from ...attention.kept import spread
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
 from ...kernels.swiglu import swiglu
-from ...kernels.verify_attention import causal_attention, verify_attention
+from ...kernels.verify_attention import causal_attention
 from ...kernels.verify_attention.batch import verify_attention_batch
-from ...kernels.verify_attention.keys import Keys
 from .block import Block
 from .config import ModelConfig
 
@@ -35,7 +34,7 @@ class Fused:
     @property
     def attention(self) -> str:
         """Which code computes it, for a run's record."""
-        return f"triton, {'' if self.row_invariant else 'not '}row-invariant; rings and prefill torch sdpa"
+        return f"triton, {'' if self.row_invariant else 'not '}row-invariant; prefill torch sdpa"
 
     def step(self, cache: Cache, place: Placement) -> "Step":
         return Step(self, cache, place)
@@ -92,26 +91,19 @@ class Step:
         return spread(x) if block.bits == 4 else x
 
     def _seen(self, block: Block, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T HqD"]:
-        keys = None if self._reads is None else self._cache.keys(block.layer, self._reads.tables)
-        if keys is not None and len(self._few) == len(self._place.parts):
-            return self._at_once(block, q, keys)
+        if len(self._few) == len(self._place.parts):
+            return self._at_once(block, q)
         out = q.new_empty(len(q), block.heads * block.head_dim)
-        if keys is not None:
-            out[self._rows] = self._at_once(block, q[self._rows], keys)
+        if self._few:
+            out[self._rows] = self._at_once(block, q[self._rows])
         for part in self._place.parts:
-            if keys is not None and not part.causal:
-                continue
-            k, v = self._cache.view(block.layer, part)
-            own = slice(part.first, part.stop)
-            mine = q[own].contiguous()
             if part.causal:
-                out[own] = causal_attention(mine, k, v, block.scale, *block.sight)
-            else:
-                out[own] = verify_attention(mine, k, v, part.blocked.get(block.sight), block.scale)
+                own = slice(part.first, part.stop)
+                k, v = self._cache.view(block.layer, part)
+                out[own] = causal_attention(q[own].contiguous(), k, v, block.scale, *block.sight)
         return out
 
-    def _at_once(self, block: Block, q: Float[Tensor, "T Hq D"], keys: Keys) -> Float[Tensor, "T HqD"]:
+    def _at_once(self, block: Block, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T HqD"]:
         assert self._reads is not None
-        return verify_attention_batch(
-            q, keys, self._reads.looks, block.scale, *block.sight, row_invariant=self._shared.row_invariant
-        )
+        keys, looks = self._cache.keys(block.layer, self._reads), self._reads.looks
+        return verify_attention_batch(q, keys, looks, block.scale, *block.sight, self._shared.row_invariant)

@@ -83,7 +83,12 @@ CASES: dict[str, tuple[PretrainedConfig, Callable[[Tensor], Codes] | None, tuple
         (LayerKV(0, 2, 4, 1, bits=8), LayerKV(1, 2)),
         16,
     ),
-    "mistral, 3 bits, a ring": (MistralConfig(**SIZES, sliding_window=5), three_bits_in_any_group, None, None),
+    "mistral, 3 bits, rings": (
+        MistralConfig(**SIZES, sliding_window=5),
+        three_bits_in_any_group,
+        (LayerKV(0, 2, 5), LayerKV(1, 2, 4, 1, bits=4)),
+        None,
+    ),
 }
 
 
