@@ -41,6 +41,7 @@ from ..decoding.training import (
 )  # fmt: skip
 from ..decoding.uptraining import TrainKV
 from ..errors import UserError
+from ..quantization.none import AsStored
 from . import hardware
 from .compose import defaults, quoted
 from .composition import resolve_device, resolve_dtype
@@ -121,6 +122,10 @@ def train_job(config: RunConfig) -> int:
         raise UserError("name what is to be trained, such as train=medusa")
     if config.output is None or not config.output.strip():
         raise UserError("train writes a folder: name it with output=DIR")
+    if isinstance(settings, TrainKV) and not isinstance(config.quantization, AsStored):
+        raise UserError(
+            "train=kv trains weights, and quantization makes a copy of them: quantise its folder afterwards"
+        )
     config.tracking.check()
     folder = Path(config.output).expanduser()
     try:

@@ -88,6 +88,7 @@ def test_another_layout_is_another_training(bench: Any, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("more", "line"),
     [
+        (["attention=mqa", "quantization=rtn"], "train=kv trains weights, and quantization makes a copy of them"),
         (["attention=native"], "train=kv trains a model for another attention than its own"),
         (["attention=mqa", "train.texts=[nowhere.jsonl]"], "train.texts='nowhere.jsonl' does not exist"),
         (["attention=mqa", "train.schedule.held_back=24"], "train.schedule.held_back=24 of 24 prompts leaves none"),
