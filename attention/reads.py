@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int32, Integer
+from jaxtyping import Float, Int, Int32, Integer
 from torch import Tensor
 
-from ..kernels.verify_attention.keys import Looks
+from ..kernels.verify_attention.keys import Keys, Looks
 from .book import Book, Part
+from .kept import quantise
 from .rows import forest
 
 _ALIGN = 4  # of 32 bits: kernels are compiled anew for pointers that are not multiples of 16 bytes
@@ -18,10 +19,36 @@ _ALIGN = 4  # of 32 bits: kernels are compiled anew for pointers that are not mu
 @dataclass(frozen=True, slots=True)
 class Reads:
     """Of the rows of some sequences in one forward; `tables`: the blocks of each sequence in the pools of its cache, of
-    which there may be several kinds."""
+    which there may be several kinds. A row is of sequence `of`, and number `own` of its keys is its own."""
 
     looks: Looks
     tables: tuple[Int32[Tensor, "N _"], ...]
+    of: Int32[Tensor, " T"]
+    own: Int32[Tensor, " T"]
+
+    def at(self, keys: Keys) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
+        """(block, slot in it) of the rows' own keys."""
+        assert keys.tables is not None
+        of, slot = self.of.long(), self.own.long()
+        if keys.ring is not None:
+            slot = slot - self.looks.prefix[of] + keys.ring
+        size = keys.k.shape[1]
+        return keys.tables[of, slot // size].long(), slot % size
+
+
+def write(
+    keys: Keys,
+    at: tuple[Int[Tensor, " T"], Int[Tensor, " T"]],
+    k: Float[Tensor, "T Hkv D"],
+    v: Float[Tensor, "T Hkv D"],
+) -> None:
+    """Rows of any sequences to their places."""
+    if keys.k_scale is None or keys.v_scale is None:
+        keys.k[at], keys.v[at] = k, v
+    else:
+        bits = 4 if keys.k.dtype == torch.uint8 else 8
+        keys.k[at], keys.k_scale[at] = quantise(k, bits)
+        keys.v[at], keys.v_scale[at] = quantise(v, bits)
 
 
 def reads(
@@ -35,18 +62,21 @@ def reads(
     starts = np.concatenate([[0], np.cumsum(counts)])
     prefix = np.array([book.length(part.sequence) for part in parts])
     positions, at, blocked = np.zeros(T), np.zeros((N, W)), np.ones((T, W), dtype=bool)
+    own = np.zeros(T)
     for s, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
         depth, sees = forest(shape)
         mine = slice(starts[s], starts[s + 1])
         at[s, : len(shape)] = prefix[s] + np.array(depth)
         positions[mine] = at[s, len(shape) - count : len(shape)]
         blocked[mine, : len(shape)] = ~sees[len(shape) - count :]
-    numbers = [part.astype(np.int32) for part in (starts, prefix, staged, positions, at, *tables)]
+        own[mine] = prefix[s] + np.arange(len(shape) - count, len(shape))
+    of = np.repeat(np.arange(N), counts)
+    numbers = [part.astype(np.int32) for part in (starts, prefix, staged, positions, at, of, own, *tables)]
     words = np.zeros(-(-blocked.size // 4), dtype=np.int32)
     words.view(np.uint8)[: blocked.size] = blocked.reshape(-1)
     found = _moved([*numbers, words], device)
     seen = found.pop().view(torch.bool)[: blocked.size].view(T, W)
-    return Reads(Looks(*found[:5], seen, max(counts), book.capacity), tuple(found[5:]))
+    return Reads(Looks(*found[:5], seen, max(counts), book.capacity), tuple(found[7:]), *found[5:7])
 
 
 def ragged(tables: Sequence[Sequence[int]], width: int) -> Integer[np.ndarray, "N M"]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...attention.book import Placement
 from ...attention.cache import Cache
 from ...attention.kept import spread
+from ...attention.reads import write
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
 from ...kernels.swiglu import swiglu
@@ -48,6 +49,8 @@ class Step:
         self._few = [part for part in place.parts if not part.causal]
         self._prefill = not self._few
         self._reads = cache.reads(self._few) if self._few else None
+        self._all = len(self._few) == len(place.parts)
+        self._at: dict[int, tuple[Tensor, Tensor]] = {}  # where rows of each kind of pool are written, by its table
         self._added: Tensor | None = None
 
     @cached_property
@@ -55,6 +58,9 @@ class Step:
         """Those of no long chain."""
         numbers = [row for part in self._few for row in range(part.first, part.stop)]
         return torch.tensor(numbers, device=self._place.positions.device)
+
+    def _short(self, x: Float[Tensor, "T *_"]) -> Float[Tensor, "n *_"]:
+        return x if self._all else x[self._rows]
 
     def stream(self, x: Float[Tensor, "T dim"]) -> Float[Tensor, "T dim"]:
         """What has gone through the layers so far, where `x` is what the last one returned."""
@@ -75,10 +81,19 @@ class Step:
         q = self._turned(block, heads[:, :H], None if block.qk_norm is None else block.qk_norm[0])
         if block.owns:
             k = self._turned(block, heads[:, H : H + Hkv], None if block.qk_norm is None else block.qk_norm[H])
-            for part in self._place.parts:
-                own = slice(part.first, part.stop)
-                self._cache.write(block.layer, part, k[own], heads[own, H + Hkv :])
+            self._write(block, k, heads[:, H + Hkv :])
         return self._seen(block, q)
+
+    def _write(self, block: Block, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
+        for part in self._place.parts:
+            if part.causal:
+                own = slice(part.first, part.stop)
+                self._cache.write(block.layer, part, k[own], v[own])
+        if self._reads is not None:
+            keys = self._cache.keys(block.layer, self._reads)
+            if (kind := id(keys.tables)) not in self._at:
+                self._at[kind] = self._reads.at(keys)
+            write(keys, self._at[kind], self._short(k), self._short(v))
 
     def _turned(
         self, block: Block, x: Float[Tensor, "T H D"], norm: Float[Tensor, " D"] | None
@@ -91,11 +106,11 @@ class Step:
         return spread(x) if block.bits == 4 else x
 
     def _seen(self, block: Block, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T HqD"]:
-        if len(self._few) == len(self._place.parts):
+        if self._all:
             return self._at_once(block, q)
         out = q.new_empty(len(q), block.heads * block.head_dim)
         if self._few:
-            out[self._rows] = self._at_once(block, q[self._rows])
+            out[self._rows] = self._at_once(block, self._short(q))
         for part in self._place.parts:
             if part.causal:
                 own = slice(part.first, part.stop)
