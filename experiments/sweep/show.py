@@ -81,8 +81,8 @@ def table(outcomes: Sequence[CellOutcome], width: int) -> Iterator[Table | str]:
         columns = [Column("cell", [short_name(outcome.label) for outcome in outcomes]), *results]
     made, left = fitted(columns, width)
     yield made
-    results = [outcome.result for outcome in outcomes if outcome.result is not None]
-    yield from filter(None, (left, busy_note(results, "cells"), *spread(results)))
+    whole = [outcome.result for outcome in outcomes if outcome.result is not None]
+    yield from filter(None, (left, busy_note(whole, "cells"), *spread(whole)))
 
 
 def _status(outcome: CellOutcome) -> Text:
