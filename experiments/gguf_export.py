@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 
 from ..decoding.model.gguf_export import check_gguf, write_gguf
+from ..decoding.model.quantised import STATE
 from ..decoding.model.source import open_source
 from ..errors import UserError
 from .files import make_folder
 from .lab import Progress
-from .quantised_folder import READ, REPORT, STATE, copy_of, entries, keep, read_record
+from .quantised_folder import READ, REPORT, copy_of, entries, keep, read_record
 from .quantising import Quantising
 
 
