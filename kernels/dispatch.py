@@ -28,6 +28,11 @@ def runs_triton(x: Tensor) -> bool:
     return x.dtype != torch.float64 and (x.is_cuda or (x.device.type == "cpu" and interpreted())) and installed()
 
 
+def launches(x: Tensor) -> bool:
+    """Whether to launch the kernel at once: what torch.compile is told of an op is not needed, and takes its time."""
+    return runs_triton(x) and not torch.compiler.is_compiling()
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """How a model is computed where our kernels run. `row_invariant`: a row has the same bits whatever rows stand

@@ -151,7 +151,7 @@ class Decoder(nn.Module):
             for layer in order:
                 if layer in taps:
                     hidden[layer] = step.stream(x)
-                x = step.through(self.blocks[layer], x)
+                x = step.through(cast(Block, self.blocks[layer]), x)
             x = step.stream(x)
         else:
             cos, sin = self.cos[place.positions], self.sin[place.positions]

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int32, Shaped, UInt8
 from torch import Tensor
 
-from ..dispatch import runs_triton, wide
+from ..dispatch import launches, runs_triton, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ def matmul(
     assert weight.codes.shape[1] == (-(-K // 2) if weight.bits == 4 else K)
     assert weight.bits < 16 or weight.codes.dtype == x.dtype
     parts = (weight.scale, weight.zero, weight.shift, weight.groups)
+    if launches(x):
+        from .triton import product
+
+        return product(x, weight.codes, weight.bits, *parts, weight.group_size, bias, row_invariant)
     return _op(x, weight.codes, weight.bits, *parts, weight.group_size, bias, row_invariant)
 
 

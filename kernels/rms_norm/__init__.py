@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..dispatch import runs_triton, wide
+from ..dispatch import launches, runs_triton, wide
 from .reference import rms_norm_reference
 
 __all__ = ["rms_norm", "rms_norm_reference"]
@@ -14,6 +14,10 @@ def rms_norm(
     x: Float[Tensor, "T D"], weight: Float[Tensor, " D"], eps: float, residual: Float[Tensor, "T D"] | None = None
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T D"]]:
     """(y, h), in x's dtype."""
+    if launches(x):
+        from .triton import norm
+
+        return norm(x, weight, eps, residual)
     return _op(x, weight, eps, residual)
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..dispatch import runs_triton, wide
+from ..dispatch import launches, runs_triton, wide
 from .reference import rope_reference
 
 __all__ = ["rope", "rope_reference"]
@@ -16,6 +16,10 @@ def rope(
     """Elements d and d + D / 2 of each head turned by positions · inv_freq[d], and `scale` times as long; rounded once.
     x may be a slice of heads of a greater tensor."""
     assert 2 * len(inv_freq) == x.shape[2]
+    if launches(x):
+        from .triton import turned
+
+        return turned(x, positions, inv_freq, scale)
     return _op(x, positions, inv_freq, scale)
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..dispatch import runs_triton, wide
+from ..dispatch import launches, runs_triton, wide
 from .reference import swiglu_reference
 
 __all__ = ["swiglu", "swiglu_reference"]
@@ -12,6 +12,10 @@ __all__ = ["swiglu", "swiglu_reference"]
 
 def swiglu(gate_up: Float[Tensor, "T two_I"]) -> Float[Tensor, "T I"]:
     """Of [gate, up] side by side, rounded once."""
+    if launches(gate_up):
+        from .triton import gated
+
+        return gated(gate_up)
     return _op(gate_up)
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..dispatch import runs_triton
+from ..dispatch import launches, runs_triton
 from .batch_reference import verify_attention_batch_reference
 from .keys import Keys, Looks
 
@@ -31,6 +31,10 @@ def verify_attention_batch(
     else:
         assert window is not None
         assert keys.ring >= window + sink
+    if launches(q):
+        from .triton import verify
+
+        return verify(q, keys, looks, scale, window, sink, row_invariant)
     return _op(
         *(q, keys.k, keys.v, keys.k_scale, keys.v_scale, keys.tables, looks.starts, looks.prefix, looks.staged),
         *(looks.positions, looks.key_positions, looks.blocked, looks.max_rows, looks.max_keys),
