@@ -117,6 +117,15 @@ def test_an_overflow_is_refused_before_anything_is_written() -> None:
         cache.stage(chains([[0]], [a], first=3))
 
 
+def test_rows_that_are_staged_are_not_forked() -> None:
+    cache = paged()
+    a = cache.open()
+    cache.stage(chains([[1]], [a]))
+    with pytest.raises(ValueError, match="sequence 0 has staged rows; commit or drop them before it is forked"):
+        cache.fork(a)
+    assert cache.open() == 1
+
+
 def test_what_a_request_left_never_reaches_the_next() -> None:
     """Blocked slots are multiplied by 0, which a NaN survives: none of an earlier request's is looked at."""
     cache = paged(4, 3)
