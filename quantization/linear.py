@@ -65,10 +65,10 @@ class QuantisedLinear(nn.Module):
         assert self.packed is not None
         if self.order is not None:
             x = x[:, self.order]
-        if prefill and not self.rounds:  # the products of few rows dequantise the weight again for every few of them
-            y = torch.cat([F.linear(x, self.packed.dense(self.dtype, *part)) for part in self._slices], 1)
-        else:
+        if isinstance(self.packed, w8.PackedRounded) or not prefill:
             y = self.packed(x)
+        else:  # the products of few rows dequantise the weight again for every few of them
+            y = torch.cat([F.linear(x, self.packed.dense(self.dtype, *part)) for part in self._slices], 1)
         return y if self.bias is None else y.add_(self.bias)
 
     @property
