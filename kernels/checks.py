@@ -66,7 +66,7 @@ def _on(device: torch.device, of: Any) -> Any:
 def _attention(device: torch.device, large: bool, rng: torch.Generator) -> Found:
     heads, kv_heads, D = (32, 8, 128) if large else (2, 1, 32)
     prefixes, parents = ([4000, 33, 900], [cases.tree(24), [-1], [-1, *range(7)]]) if large else ([40], [cases.tree(5)])
-    window, sink, slots = (500, 4, 4096) if large else (12, 2, 48)
+    ring, sinks, slots = (500, 4, 4096) if large else (12, 2, 48)
     some = cases.looks(prefixes, parents)
     rows = len(some.positions)
     here = _on(device, some)
@@ -75,21 +75,23 @@ def _attention(device: torch.device, large: bool, rng: torch.Generator) -> Found
         k, v = (torch.randn(len(prefixes), slots, kv_heads, D, generator=rng).to(dtype) for _ in range(2))
         for bits in (16, 8, 4) if dtype != torch.float16 else (16,):
             keys = Keys(k, v) if bits == 16 else cases.quantised(Keys(k, v), bits)
-            for seen in ((None, 0), (window, sink)):
+            for window, sink in ((None, 0), (ring, sinks)):
                 kinds = {"dense": keys, "paged": cases.paged(keys, 16, rng)}
-                if seen[0] is not None:
+                if window is not None:
                     kinds["ring"] = cases.ringed(keys, prefixes, some.max_rows, window, sink)
                 first = None
                 for kind, kept in kinds.items():
-                    what = f"{dtype}, {bits} bits, {kind}, window {seen[0]}"
+                    what = f"{dtype}, {bits} bits, {kind}, window {window}"
                     kept = _on(device, kept)
-                    got = verify_attention_batch(q, kept, here, 0.1, *seen)
+                    got = verify_attention_batch(q, kept, here, 0.1, window, sink)
                     if first is None:
-                        yield _near(what, got, verify_attention_batch_reference(q.double(), kept, here, 0.1, *seen))
-                        fast = verify_attention_batch(q, kept, here, 0.1, *seen, row_invariant=False)
+                        yield _near(
+                            what, got, verify_attention_batch_reference(q.double(), kept, here, 0.1, window, sink)
+                        )
+                        fast = verify_attention_batch(q, kept, here, 0.1, window, sink, row_invariant=False)
                         yield _near(f"{what}, any order", fast, got)
                         lone = replace(cases.looks(prefixes[:1], [[-1]]), max_keys=some.max_keys)
-                        alone = verify_attention_batch(q[:1], kept, _on(device, lone), 0.1, *seen)
+                        alone = verify_attention_batch(q[:1], kept, _on(device, lone), 0.1, window, sink)
                         yield _same(f"{what}, a row alone", alone, got[:1])
                     else:
                         yield _same(what, got, first)
@@ -161,17 +163,18 @@ def _accept(device: torch.device, large: bool, rng: torch.Generator) -> Found:
     drawn[starts[:-1].long()] = 0
     rows = torch.arange(T).where(torch.rand(T, generator=rng) < 0.8, -1)
     uniforms = torch.rand(T, generator=rng, dtype=torch.float64)
-    p = torch.log_softmax(sharp, -1)
-    for what, theirs, keyed, law in (
-        ("greedy", tokens, None, None),
-        ("noisy", tokens, keys, None),
-        ("drawn", drawn, keys, Drawn(q, rows, uniforms, 2)),
+    p, tokens, drawn, parents, starts, keys, q, rows, uniforms = (
+        x.to(device) for x in (torch.log_softmax(sharp, -1), tokens, drawn, parents, starts, keys, q, rows, uniforms)
+    )
+    for what, theirs, keyed, judged in (
+        ("greedy", tokens, None, False),
+        ("noisy", tokens, keys, False),
+        ("drawn", drawn, keys, True),
     ):
-        given = [x.to(device) for x in (p, theirs, parents, starts)]
-        on_q = () if law is None else tuple(x.to(device) for x in (law.q, law.rows, law.uniforms))
-        keyed = None if keyed is None else keyed.to(device)
-        got = accept(*given, most, keyed, None if law is None else Drawn(*on_q, law.siblings))
-        want = accept_reference(*given, keyed, most, *on_q)
+        law = Drawn(q, rows, uniforms, 2) if judged else None
+        got = accept(p, theirs, parents, starts, most, keyed, law)
+        laws = (q, rows, uniforms) if judged else (None, None, None)
+        want = accept_reference(p, theirs, parents, starts, keyed, most, *laws)
         yield what, float(not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))), 0.0
 
 

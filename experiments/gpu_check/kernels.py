@@ -1,6 +1,6 @@
 """Sections of single kernels: right, and how fast beside what torch has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -93,7 +93,7 @@ def attention(lab: Lab) -> Iterator[Row]:
         for rows in (1, 4) if lab.tiny else (1, 8, 16, 32, 64):
             S = prefix + rows
             kept = [
-                Keys(*(torch.randn(1, S, kv_heads, D, device=lab.device).to(lab.dtype) for _ in range(2)))
+                Keys(_random(1, S, kv_heads, D, lab=lab), _random(1, S, kv_heads, D, lab=lab))
                 for _ in range(lab.copies(nbytes))
             ]
             q = torch.randn(rows, heads, D, generator=rng).to(lab.device, lab.dtype)
@@ -104,15 +104,10 @@ def attention(lab: Lab) -> Iterator[Row]:
             for mode, row_invariant in (("fast", False), ("exact", True)):
                 calls = [partial(verify_attention_batch, q, k, looks, D**-0.5, None, 0, row_invariant) for k in kept]
                 error = relative_error(calls[0](), want)
-                assert error < 2**-6, (
-                    f"{rows} rows over {S} keys, {mode}: off by {error:.3g}"
-                )  # no speed of what is wrong
+                assert error < 2**-6, f"{rows} rows over {S} keys, {mode}: off by {error:.3g}"
                 seconds = lab.seconds(calls)
                 found |= {f"{mode}_s": seconds, f"{mode}_of_bandwidth": found["floor_s"] / seconds}
-            others: dict[str, Callable[[], list[Call]]] = {
-                "flash": lambda q=q, kept=kept: [_flash(q, k) for k in kept],  # type: ignore[misc]
-                "masked": lambda q=q, kept=kept, mask=mask: [_masked(q, k, mask) for k in kept],  # type: ignore[misc]
-            }
+            others = {"flash": partial(_flash_of, q, kept), "masked": partial(_masked_of, q, kept, mask)}
             times, absent = lab.alternatives(others)
             best = min(found["fast_s"], found["exact_s"])
             yield found | {"seconds": best, "alternatives": times, "absent": absent}
@@ -139,6 +134,18 @@ def _flash(q: Tensor, keys: Keys) -> Call:
             return F.scaled_dot_product_attention(rows, k, v)
 
     return call
+
+
+def _random(*shape: int, lab: Lab) -> Tensor:
+    return torch.randn(*shape, device=lab.device).to(lab.dtype)
+
+
+def _flash_of(q: Tensor, kept: Sequence[Keys]) -> list[Call]:
+    return [_flash(q, keys) for keys in kept]
+
+
+def _masked_of(q: Tensor, kept: Sequence[Keys], mask: Tensor) -> list[Call]:
+    return [_masked(q, keys, mask) for keys in kept]
 
 
 def _masked(q: Tensor, keys: Keys, mask: Tensor) -> Callable[[], Tensor]:

@@ -298,9 +298,8 @@ def walked(
     following = torch.empty(N, dtype=torch.int64, device=on)
     if not N:
         return path, count, following
-    tokens, parents, keys, q_rows, uniforms = (
-        None if part is None else part.contiguous() for part in (tokens, parents, keys, q_rows, uniforms)
-    )
+    tokens, parents = tokens.contiguous(), parents.contiguous()
+    keys, q_rows, uniforms = (None if part is None else part.contiguous() for part in (keys, q_rows, uniforms))
     first = last = mass = None
     strides = scores.stride(0), 0 if q is None else q.stride(0)
     sizes = {"PARTS": triton.next_power_of_2(parts), "CHILDREN": max(16, min(1024, triton.next_power_of_2(max_rows)))}

@@ -177,12 +177,18 @@ def test_a_rejection_by_hand() -> None:
 
     def judged(u: float, rows: list[int], siblings: int = 1) -> list[int]:
         chances = torch.tensor([0.5, u, 0.99]).double()
-        path, count, _ = accept(p, tokens, parents, starts, 3, keys, Drawn(q, torch.tensor(rows), chances, siblings))
-        return path[0, : count[0]].tolist()
+        drawn = Drawn(q, torch.tensor(rows), chances, siblings)
+        got, want = (accept(of, tokens, parents, starts, 3, keys, drawn) for of in (p, p.double()))
+        same(got, want)
+        return got[0][0, : got[1][0]].tolist()
 
     assert judged(0.66, [-1, 0, -1]) == [0, 1]
     assert judged(0.67, [-1, 0, -1]) == [0, 2]  # token 2 is all that is left, and its one-hot candidate is kept
     assert judged(0.67, [-1, 0, 1], 2) == [0, 2]  # as is a drawn one: 0.99 · ¼ < 1
+    tokens = torch.tensor([0, 2, 0])
+    assert judged(0.5, [-1, -1, 0]) == [0, 1]  # ¾ · 0.99 > ½: token 2 again
+    q = torch.tensor([[0.5, 0.5, 0]])
+    assert judged(0.5, [-1, -1, 0]) == [0, 2]  # a drawn one is asked before a one-hot one that stands before it
     p, q = torch.tensor([[-torch.inf, -torch.inf, 0.0]] * 3), torch.tensor([[0.0, 0, 1]])
     tokens = torch.tensor([0, 2, 2])
     assert judged(1.0, [-1, 0, -1]) == [0, 2]  # as if by rounding: nothing is left of p, which stays
