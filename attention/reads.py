@@ -74,12 +74,13 @@ def reads(
     numbers = [part.astype(np.int32) for part in (starts, prefix, staged, positions, at, of, own, *tables)]
     words = np.zeros(-(-blocked.size // 4), dtype=np.int32)
     words.view(np.uint8)[: blocked.size] = blocked.reshape(-1)
-    found = _moved([*numbers, words], device)
-    seen = found.pop().view(torch.bool)[: blocked.size].view(T, W)
-    return Reads(Looks(*found[:5], seen, max(counts), book.capacity), tuple(found[7:]), *found[5:7])
+    first, before, behind, where, keys_at, sequence, mine_at, *there, mask = _moved([*numbers, words], device)
+    seen = mask.view(torch.bool)[: blocked.size].view(T, W)
+    looks = Looks(first, before, behind, where, keys_at, seen, max(counts), book.capacity)
+    return Reads(looks, tuple(there), sequence, mine_at)
 
 
-def ragged(tables: Sequence[Sequence[int]], width: int) -> Integer[np.ndarray, "N M"]:
+def ragged(tables: Sequence[Sequence[int] | Integer[np.ndarray, " _"]], width: int) -> Integer[np.ndarray, "N M"]:
     """One above the other, filled up to `width` with zeros."""
     whole = np.zeros((len(tables), width), dtype=np.int32)
     for row, table in zip(whole, tables, strict=True):
