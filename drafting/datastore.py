@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
+from ..cache_dir import cache_dir
 from ..decoding.draft import Resources
 from ..decoding.model.source import Source
-from ..decoding.model.storage import Progress, atomic_file, cache_dir, file_digest
+from ..decoding.model.storage import Progress, atomic_file, file_digest
 from ..decoding.model.whose import NOTE
 from ..errors import UserError
 from .suffix_array import BORDER, DEPTH, SuffixArray, sort_places

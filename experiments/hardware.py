@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..decoding.model.storage import atomic_file, cache_dir
+from ..cache_dir import cache_dir
+from ..decoding.model.storage import atomic_file
 from ..errors import UserError
 from ..kernels.linear import Linear
 from .composition import native_bfloat16

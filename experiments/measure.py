@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from ..cache_dir import cache_dir
 from ..decoding.events import Generation, finish
-from ..decoding.model.storage import cache_dir, explained
+from ..decoding.model.storage import explained
 from ..decoding.request import Request
 from ..errors import UserError
 from . import exactness, metrics

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from ..cache_dir import cache_dir
 from ..decoding.model.calibrated import CalibratedBlock, Passage, passages
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.quantised import STATE
 from ..decoding.model.source import ModelSpec
-from ..decoding.model.storage import atomic_file, cache_dir, explained, file_digest, first_line
+from ..decoding.model.storage import atomic_file, explained, file_digest, first_line
 from ..decoding.model.weights import INDEX, StoredTensors, open_safetensors, read_headers, read_json
 from ..errors import UserError
 from ..quantization.codes import Scheme

@@ -5,6 +5,7 @@ speculation over quantised weights emits what plain decoding over the same weigh
 """
 
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..kernels.linear import Linear
 from ..kernels.matmul_w4 import cpu as w4
+from ..kernels.matmul_w4 import native
 from ..kernels.matmul_w4.layer import TritonLinear
 from ..kernels.matmul_w4.op import Weight
 from ..kernels.matmul_w8 import cpu as w8
@@ -21,12 +23,13 @@ from .codes import Codes, pack
 
 _SLICE = 2048  # output rows of the weight that are dequantised at a time, for a prompt
 
-_Packed = w4.Packed | w8.Packed | w8.PackedRounded
+_Packed = native.Packed | w4.Packed | w8.Packed | w8.PackedRounded
 
 
 class QuantisedLinear(nn.Module):
-    """y = x Ŵᵀ + b. `dtype`: of x and y. Scales that a packed product takes in bfloat16 are rounded to it, which loses
-    nothing of our quantisers' and up to 2^-9 of others'; so are the shifts of a group, up to 2^-9 of them."""
+    """y = x Ŵᵀ + b. `dtype`: of x and y. Our own product ("native") reads x in 8 bits with a scale for 32 columns, and
+    takes scales and shifts in float16. PyTorch's take them in bfloat16, to which they are rounded: that loses nothing
+    of our quantisers' scales and up to 2^-9 of others', and up to 2^-9 of the shifts."""
 
     def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,6 +44,8 @@ class QuantisedLinear(nn.Module):
         """The name of the product in use, for a run's record."""
         about = f"int{self.bits}" + (" × int8" if self.rounds else "")
         match self.packed:
+            case native.Packed():
+                return f"{about} (native, inputs in 8 bits)"
             case w4.Packed():
                 return f"{about} (int4pack, prefill dequantised)"
             case w8.Packed():
@@ -65,6 +70,8 @@ class QuantisedLinear(nn.Module):
         assert self.packed is not None
         if self.order is not None:
             x = x[:, self.order]
+        if isinstance(self.packed, native.Packed):  # as fast for a prompt
+            return self.packed(x, self.bias)
         if isinstance(self.packed, w8.PackedRounded) or not prefill:
             y = self.packed(x)
         else:  # the products of few rows dequantise the weight again for every few of them
@@ -91,19 +98,40 @@ def _packed(codes: Codes, dtype: torch.dtype) -> tuple[_Packed | None, Int[Tenso
     if codes.activation_bits is not None:
         weight = _integers(codes)
         return (None if weight is None else w8.pack_rounded(weight, codes.scale[:, 0])), None
-    if codes.bits <= 4 and w4.can_pack(dtype, device) and (group := w4.group_of(codes.group_size, K)) is not None:
-        order = codes.column_groups.argsort(stable=True)
-        at = codes.column_groups[order].view(-1, group)
-        if bool((at == at[:, :1]).all()):
-            four, shift = _four_bits(codes)
-            ordered = bool((order[1:] > order[:-1]).all())
-            four = four if ordered else four[:, order]
-            packed = w4.pack(four, codes.scale[:, at[:, 0]], shift[:, at[:, 0]], group)
-            if packed is not None:
-                return packed, None if ordered else order
+    if native.can_pack(dtype, device) and (ours := _native(codes)) is not None:
+        return ours
+    group = w4.group_of(codes.group_size, K) if codes.bits <= 4 and w4.can_pack(dtype, device) else None
+    if group is not None and (found := _in_groups(codes, group)) is not None:
+        order, at = found
+        four, shift = _four_bits(codes)
+        packed = w4.pack(four if order is None else four[:, order], codes.scale[:, at], shift[:, at], group)
+        if packed is not None:
+            return packed, order
     if w8.can_pack(dtype, device, K) and (weight := _integers(codes)) is not None:
         return w8.pack(weight, codes.scale[:, 0]), None
     return None, None
+
+
+def _native(codes: Codes) -> tuple[native.Packed, Int[Tensor, " K"] | None] | None:
+    group = gcd(codes.group_size, codes.shape[1])
+    if group % native.BLOCK or (found := _in_groups(codes, group)) is None:
+        return None
+    order, at = found
+    values = codes.codes if order is None else codes.codes[:, order]
+    zero = codes.shift if codes.zero is None else codes.zero
+    assert zero is not None
+    packed = native.pack(values, codes.scale[:, at], zero[:, at], group, 4 if codes.bits <= 4 else 8)
+    return None if packed is None else (packed, order)
+
+
+def _in_groups(codes: Codes, group: int) -> tuple[Int[Tensor, " K"] | None, Int[Tensor, " G"]] | None:
+    """(an order of the columns in which each `group` neighbours have one scale, None where they stand so; which scale
+    that is). None where there is no such order."""
+    order = codes.column_groups.argsort(stable=True)
+    at = codes.column_groups[order].view(-1, group)
+    if not bool((at == at[:, :1]).all()):
+        return None
+    return None if bool((order[1:] > order[:-1]).all()) else order, at[:, 0]
 
 
 def _four_bits(codes: Codes) -> tuple[UInt8[Tensor, "N K"], Float[Tensor, "N G"]]:

@@ -24,6 +24,9 @@ NO_DATA = "the shared data is not at"
 CACHE = Path(os.environ.get("DECODELAB_CACHE") or "~/.cache/decodelab").expanduser()  # the user's: tests read it alone
 
 
+os.environ.setdefault("DECODELAB_NATIVE", str(CACHE / "native"))  # compiled once, for all caches of tests
+
+
 @pytest.fixture
 def shared() -> Path:
     """The folder of real data (`DECODELAB_SHARED`, default `../shared` from the root); skips where it is absent."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ...cache_dir import cache_dir
 from ...errors import UserError
-from .storage import Progress, atomic_file, cache_dir, explained, first_line
+from .storage import Progress, atomic_file, explained, first_line
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "tokenizer*")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -19,9 +19,10 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...cache_dir import cache_dir
 from ...errors import UserError
 from .config import ModelConfig
-from .storage import Progress, atomic_file, atomic_folder, cache_dir, first_line
+from .storage import Progress, atomic_file, atomic_folder, first_line
 from .weights import check_shapes, shapes_of
 
 # general.architecture is transformers' model_type for all of these (Mistral's files say llama).

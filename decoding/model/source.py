@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]  # comes with transformers
 
+from ...cache_dir import cache_dir
 from ...errors import UserError
 from .fetch import ADAPTER_FILES, EMBEDDED, MODEL_FILES, NotHere, check_sha256, fetch_hub, fetch_packaged
-from .storage import Progress, cache_dir, file_digest, first_line
+from .storage import Progress, file_digest, first_line
 
 if TYPE_CHECKING:  # transformers costs every command a second, and settings are made of ModelSpec
     import torch

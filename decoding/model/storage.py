@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ...cache_dir import cache_dir
 from ...errors import UserError
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
@@ -20,17 +21,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 _ABANDONED = 24 * 3600  # seconds after which a partial file is taken for the rest of a killed process
 _SETTLED = 2_000_000_000  # ns: a file changed more recently may change again under the same size and time stamp
-
-
-def cache_dir() -> Path:
-    """`DECODELAB_CACHE`, by default ~/.cache/decodelab. Read at every call; made by the first write."""
-    given = os.environ.get("DECODELAB_CACHE") or "~/.cache/decodelab"
-    try:
-        return Path(given).expanduser()
-    except RuntimeError:  # a user id without a name, as in containers
-        raise UserError(
-            f"{given} is in no home directory known here: set DECODELAB_CACHE to a folder of yours"
-        ) from None
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import platform
 import time
 from pathlib import Path
 
-from ...decoding.model.storage import cache_dir, explained
+from ...cache_dir import cache_dir
+from ...decoding.model.storage import explained
 from ...errors import UserError
 
 _PATIENCE_S = 5.0  # a killed sweep's worker takes a moment to end

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decodelab.decoding import loop, reference
@@ -13,7 +14,9 @@ from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.kernels.linear.reference import relative_error
 from decodelab.kernels.matmul_w4 import cpu as w4
+from decodelab.kernels.matmul_w4 import native
 from decodelab.kernels.matmul_w8 import matmul_w8a8_reference, rounded_rows
+from decodelab.kernels.native import missing
 from decodelab.quantization.codes import Codes
 from decodelab.quantization.grid import Grid, round_to_nearest
 from decodelab.quantization.linear import Beside, QuantisedLinear, by_triton
@@ -23,10 +26,23 @@ from decodelab.quantization.w8a8 import W8A8
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import Rigged, ask, oracle, thicket
 
-BF16 = torch.bfloat16
+BF16, CAN_PACK = torch.bfloat16, native.can_pack
 packs = pytest.mark.skipif(
     not w4.can_pack(BF16, torch.device("cpu")), reason="this processor has no packed products of few bits"
 )
+
+
+@pytest.fixture(autouse=True)
+def torchs_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's products, which stand in where ours in C++ are not."""
+    if "native_products" not in request.fixturenames:
+        monkeypatch.setattr(native, "can_pack", lambda *_: False)
+
+
+@pytest.fixture
+def native_products() -> None:
+    if (why := missing()) is not None:
+        pytest.skip(why)
 
 
 def rounded(N: int, K: int, bits: int, group: int, symmetric: bool = False, seed: int = 0) -> Codes:
@@ -138,6 +154,41 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(name: str, rng: torch
         assert torch.equal(layer(x[:rows]), want[:rows]), rows
 
 
+def in_blocks(x: Tensor) -> Tensor:
+    """x as our products in C++ read it: 8 bits and a scale a block of 32 columns."""
+    each = x.float().unflatten(1, (-1, native.BLOCK))
+    most = each.abs().amax(2, keepdim=True)
+    return ((each * torch.where(most > 0, 127 / most, 0)).round() * (most / 127)).flatten(1)
+
+
+OTHERS = {"w8a8", "w8a8, groups", "4 bits, columns not a multiple", "4 bits, small groups"}
+OTHERS |= {"8 bits, columns not a multiple of 16"}
+
+
+@pytest.mark.usefixtures("native_products")
+@pytest.mark.parametrize("name", CASES)
+def test_our_own_products_are_of_the_weight_and_of_rounded_rows(name: str, rng: torch.Generator) -> None:
+    codes, _ = CASES[name]
+    N, K = codes.shape
+    bias, x = torch.randn(N, generator=rng).to(BF16), torch.randn(100, K, generator=rng).to(BF16)
+    layer = QuantisedLinear(codes, bias, BF16)
+    if name in OTHERS:
+        assert "native" not in layer.implementation
+        return
+    assert layer.implementation == f"int{codes.bits} (native, inputs in 8 bits)"
+    weight = codes.dequantise(torch.float64)
+    assert relative_error(layer.dense(), weight) < 2**-9
+    want, got = in_blocks(x).double() @ weight.T + bias.double(), layer(x)
+    if codes.groups is not None:  # blocks are of columns in their groups' order
+        order = codes.column_groups.argsort(stable=True)
+        want = in_blocks(x[:, order]).double() @ weight[:, order].T + bias.double()
+    assert relative_error(got, want) < 2**-8
+    assert torch.equal(layer(x, prefill=True), got)
+    for rows in (*range(1, 18), 33, 80):
+        assert torch.equal(layer(x[:rows]), got[:rows]), rows
+    assert all(torch.equal(layer(x[at : at + 1])[0], got[at]) for at in range(20))
+
+
 @packs
 def test_what_one_call_reads() -> None:
     bias = torch.zeros(64, dtype=BF16)
@@ -197,8 +248,8 @@ PROMPTS = ([7, 30, 12, 7, 30], [5, 9, 41, 5, 9, 41, 5, 9], list(range(3, 60)) + 
 
 
 @cache
-def quantised(name: str) -> Decoder:
-    """A tiny model in bfloat16, all linear layers of whose blocks are quantised."""
+def quantised(name: str, products: str) -> Decoder:
+    """A tiny model in bfloat16, all linear layers of whose blocks are quantised, on `products`."""
     quantiser = QUANTISERS[name]
     sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     settings = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
@@ -216,15 +267,22 @@ def quantised(name: str) -> Decoder:
 
 @packs
 @pytest.mark.parametrize("drafter", ["chain", "tree"])
-@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize(
+    ("name", "products"), [*((name, "torch") for name in QUANTISERS), ("int4", "native"), ("dequantised", "native")]
+)
 def test_greedy_speculation_emits_what_plain_decoding_over_the_same_weights_does(
-    name: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+    name: str, products: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the token, in a batch, with a prompt that is long enough to be read through another product."""
     unchecked(monkeypatch)
-    target = quantised(name)
+    if products == "native":
+        if (why := missing()) is not None:
+            pytest.skip(why)
+        monkeypatch.setattr(native, "can_pack", CAN_PACK)
+    target = quantised(name, products)
     used = target.implementation["linear"]
-    assert ("dequantised (" in used) == (name == "dequantised"), used
+    assert ("native" in used) == (products == "native")
+    assert ("dequantised (" in used) == (name == "dequantised" and products == "torch"), used
     asked = [ask(prompt, Greedy(), 24) for prompt in PROMPTS]
     plain = [g.tokens for g in reference.generate(target, asked, Greedy().law(), seed=0)]
     assert all(len(set(tokens)) > 5 for tokens in plain)

@@ -1,0 +1,84 @@
+"""Kernels in C++: compiled once, whole or not at all, and done without where they cannot be."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decodelab.kernels import native
+from decodelab.kernels.matmul_w4 import native as product
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    for each in (native.library, native.missing, native._path):
+        each.cache_clear()
+    yield
+    for each in (native.library, native.missing, native._path):
+        each.cache_clear()
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    kept = native._path()
+    assert kept.exists()
+    native.missing.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert native.missing() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [("DECODELAB_NATIVE", "0", "DECODELAB_NATIVE=0"), ("CXX", "no-such-compiler", "install g\\+\\+ or set CXX")],
+)
+def test_without_them_it_says_why(name: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cpu._is_vnni_supported():
+        why = "no AVX-512"
+    monkeypatch.setenv(name, value)
+    assert native.library() is None
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(native.missing())
+
+
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    failed = subprocess.CalledProcessError(1, "g++", stderr="fatal error: no\nsuch header")
+    native.missing.cache_clear()
+    native._path.cache_clear()
+    monkeypatch.setenv("DECODELAB_NATIVE", str(tmp_path))
+    run = subprocess.run
+
+    def fails(parts: list[str], **options: object) -> object:
+        if "-o" in parts:
+            raise failed
+        return run(parts, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    assert "did not compile them (fatal error: no such header)" in str(native.missing())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_is_not_finite_says_so_and_stays_alone(rng: torch.Generator) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    codes = torch.randint(0, 16, (40, 64), generator=rng, dtype=torch.uint8)
+    packed = product.pack(codes, torch.ones(40, 1), torch.full((40, 1), 8, dtype=torch.uint8), 64, 4)
+    assert packed is not None
+    x = torch.randn(4, 64, generator=rng).bfloat16()
+    for bad in (float("nan"), float("inf")):
+        spoiled = x.clone()
+        spoiled[1, 7] = bad
+        got = packed(spoiled, None)
+        assert not got[1].isfinite().any()
+        assert torch.equal(got[[0, 2, 3]], packed(x, None)[[0, 2, 3]])
+    assert torch.equal(packed(torch.zeros_like(x), None), torch.zeros(4, 40).bfloat16())
+
+
+def test_scales_beyond_float16_are_not_taken() -> None:
+    codes, zero = torch.zeros(16, 32, dtype=torch.uint8), torch.zeros(16, 1, dtype=torch.uint8)
+    assert product.pack(codes, torch.full((16, 1), 70000.0), zero, 32, 4) is None
+    assert product.pack(codes, torch.full((16, 1), 1e-9), zero, 32, 4) is None
