@@ -65,22 +65,29 @@ def load_calibration(settings: Calibration, kind: str, tokenizer: PreTrainedToke
     """Pieces of `length`, of which `tokens` are drawn by `seed`. Refuses a file with less."""
     if settings.path is None:
         raise UserError(f"quantization={kind} reads a text to calibrate on: name it with {_AT}.path=FILE.jsonl")
-    return draw(settings, tokenizer, context, ())
+    return draw(settings, tokenizer, context)
 
 
-def draw(settings: Calibration, tokenizer: PreTrainedTokenizerBase, context: int, without: Collection[Piece]) -> Pieces:
-    """None of the pieces `without` is drawn."""
+def draw(
+    settings: Calibration,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    *,
+    without: Collection[Piece] = (),
+    key: str = _AT,
+) -> Pieces:
+    """None of the pieces `without` is drawn. `key`: what the user has named the file and the tokens by."""
     if settings.length > context:
         raise UserError(f"{_AT}.length={settings.length} is more than the model's context of {context}")
-    stream = _stream(settings, tokenizer)
+    stream = _stream(settings, tokenizer, key)
     pieces = {at: piece for at, piece in stream.pieces(settings.length).items() if piece not in without}
     wanted = settings.tokens // settings.length
     if len(pieces) < wanted:
         beside = f" beside the {len(without)} that are calibrated on" if without else ""
         raise UserError(
-            f"{_AT}.path={settings.path!r} has {len(stream.tokens)} tokens, which are {len(pieces)} pieces of "
-            f"{_AT}.length={settings.length}{beside}, and {settings.tokens} tokens are asked for: give more text, or "
-            "ask for less"
+            f"{key}.path={settings.path!r} has {len(stream.tokens)} tokens, which are {len(pieces)} pieces of "
+            f"{settings.length}{beside}, and {key}.tokens={settings.tokens} are asked for: give more text, or ask for "
+            "less"
         )
     places = random.Random(settings.seed).sample(sorted(pieces), wanted)
     drawn = tuple(pieces[at] for at in places)
@@ -92,10 +99,10 @@ def draw(settings: Calibration, tokenizer: PreTrainedTokenizerBase, context: int
     return Pieces(drawn, hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16], tuple(read))
 
 
-def _stream(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> _Stream:
+def _stream(settings: Calibration, tokenizer: PreTrainedTokenizerBase, key: str) -> _Stream:
     between = [] if settings.template is not None else _separator(tokenizer)  # a template has marks of its own
     stream = _Stream([], [], [])
-    for read, text in _texts(settings, tokenizer):
+    for read, text in _texts(settings, tokenizer, key):
         stream.starts.append(len(stream.tokens))
         stream.read.append(read)
         stream.tokens.extend([*between, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
@@ -112,14 +119,14 @@ def _separator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [int(tokenizer.convert_tokens_to_ids(found[0]))] if found else []
 
 
-def _texts(settings: Calibration, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Read, str]]:
+def _texts(settings: Calibration, tokenizer: PreTrainedTokenizerBase, key: str) -> Iterator[tuple[Read, str]]:
     """A row's prompt and what follows it; with a template, as a conversation."""
     path = Path(settings.path or "").expanduser()
     if path.suffix != ".jsonl":
-        yield Read(path.name, ()), decoded(read_file(path, f"{_AT}.path"), f"{_AT}.path={settings.path!r}")
+        yield Read(path.name, ()), decoded(read_file(path, f"{key}.path"), f"{key}.path={settings.path!r}")
         return
     template = _template(settings, tokenizer)
-    for number, row in enumerate(read_rows(path, f"{_AT}.path")):
+    for number, row in enumerate(read_rows(path, f"{key}.path")):
         messages = _messages(row, f"{path.stem}/{number}")
         parts = tuple(message.content for message in messages)
         yield (

@@ -226,7 +226,7 @@ def held_out(plan: Quantising, job: QuantizeJob) -> Pieces:
             raise UserError("quantization.overrides=auto compares outputs on a text: name it with quantize.path=FILE")
         length = min(512, context, job.tokens)
         settings = Calibration(path=job.path, tokens=job.tokens, length=length)
-        pieces = draw(settings, plan.source.tokenizer, context, ())
+        pieces = draw(settings, plan.source.tokenizer, context, key="quantize")
         if own is not None and plan.pieces is not None:
             for told in check_overlap(Marks.of_pieces(plan.pieces), Marks.of_pieces(pieces), own.overlap):
                 warnings.warn(told, RuntimeWarning, stacklevel=2)
@@ -236,7 +236,7 @@ def held_out(plan: Quantising, job: QuantizeJob) -> Pieces:
             f"quantize.tokens={job.tokens} is less than one piece of quantization.calibration.length={own.length}"
         )
     assert plan.pieces is not None
-    return draw(replace(own, tokens=job.tokens), plan.source.tokenizer, context, plan.pieces.pieces)
+    return draw(replace(own, tokens=job.tokens), plan.source.tokenizer, context, without=plan.pieces.pieces)
 
 
 def _quantised(plan: Quantising, progress: Progress) -> list[CalibratedBlock]:

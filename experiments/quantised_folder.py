@@ -101,7 +101,7 @@ def check_output(folder: Path) -> None:
     """Refuses, before the work, a folder that is finished, holds something else, or cannot be written."""
     if (folder / INDEX).is_file() or (folder / f"{folder.resolve().name}.gguf").is_file():
         raise UserError(
-            f"{folder} holds a model already, and it is whole: load it with model.path={folder}, or name another output"
+            f"{folder} holds a finished model already: load it with model.path={folder}, or name another output"
         )
     there = folder.is_dir()
     make_folder(folder)

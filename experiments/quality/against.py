@@ -35,6 +35,7 @@ import numpy as np
 
 from ...errors import UserError
 from ..files import read_result, write_atomic, write_result
+from ..format import FEW_TOKENS, counted
 from ..statistics import (
     SIGNIFICANT,
     Column,
@@ -300,28 +301,38 @@ def _combined(mine: RunQuality, reference: RunQuality, tasks: Mapping[str, Mappi
     return {"tasks": list(columns), **found}
 
 
-def overall(found: Mapping[str, Any], divergence: Mapping[str, Any] | None) -> tuple[Verdict, str]:
-    """One verdict of `quality.against`, with `quality.divergence` where it was measured, and what it rests on.
+RULE = (
+    "Overall: worse if any task, or the mean of the tasks, is worse, or if nothing is better and KL has the lower end "
+    f"of its interval above log(1 + ε) and above what rounding alone does, over {FEW_TOKENS} tokens or more; "
+    "equivalent if all tasks are; better if all are better or equivalent; else undecided."
+)
 
-    Worse: a task or their mean is; or no task is better, and KL, whose exponential is how much more perplexing what the
-    reference foretells has become, lies with its interval above 1 + ε and above what rounding alone does.
-    """
+
+def overall(found: Mapping[str, Any], divergence: Mapping[str, Any] | None) -> tuple[Verdict, str]:
+    """One verdict of `quality.against` by `RULE`, with `quality.divergence` where it was measured; what it rests on."""
     verdicts = {name: task["verdict"] for name, task in found["tasks"].items()}
-    if (mean := found["combined"]) is not None:
+    mean = found["combined"]
+    if mean is not None:
         verdicts[f"the mean of {len(mean['tasks'])}"] = mean["verdict"]
-    told = f"{len(found['tasks'])} main metrics"
-    told += ", p corrected for their number" if mean is None else " and their mean, p corrected for all (Holm)"
+    told = counted(len(found["tasks"]), "main metric")
+    if mean is not None:
+        told += " and their mean, p corrected for all (Holm)"
+    elif len(found["tasks"]) > 1:
+        told += ", p corrected for their number (Holm)"
     lost = None
     if divergence and divergence["reference"]["key"] == found["reference"]["key"]:
         kl, floor = divergence["kl"], divergence["floor"]
         told += f", and KL: the reference's own predictions are {exp(kl['value']):.2f}× as perplexing here"
         noise = 0.0 if floor is None else floor["kl"]
-        if kl["low"] is not None and kl["low"] > max(noise, log1p(found["epsilon"])):
+        enough = kl["low"] is not None and divergence["tokens"] >= FEW_TOKENS
+        if enough and kl["low"] > max(noise, log1p(found["epsilon"])):
             lost = f"KL {kl['value']:.2g}"
     known = {task["verdict"] for task in found["tasks"].values()}
     verdict: Verdict = "undecided"
-    if "worse" in verdicts.values() or (lost is not None and "better" not in known):
+    if "worse" in verdicts.values() or (lost is not None and "better" not in verdicts.values()):
         verdict = "worse"
+    elif lost is not None:
+        told += f"; {lost} says worse and a task says better"
     elif known == {"equivalent"}:
         verdict = "equivalent"
     elif known <= {"better", "equivalent"}:

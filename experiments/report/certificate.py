@@ -10,7 +10,7 @@ from ... import __version__
 from ...errors import UserError
 from ..files import read_lines, read_result
 from ..format import chance, counted, few_tokens, noise_floor, percent, share
-from ..quality.against import overall
+from ..quality.against import RULE, overall
 from ..seeds import title as quantiser
 from .drawing import DARK, LIGHT
 from .load import Run, at
@@ -25,10 +25,6 @@ _MEANING = {
     "equivalent": "on what was asked it is as good as the reference, within ε",
     "undecided": "neither a loss nor its absence is shown by so few items",
 }
-_RULE = (
-    "Overall: worse if any task, or the mean of the tasks, is worse, or KL with its interval lies above log(1 + ε) and "
-    "no task is better; equivalent if all tasks are; better if all are better or equivalent; else undecided."
-)
 _ABOUT_KL = (
     "KL(reference‖run) of each token of the gold answers, read as they stand; a lower bound, since the reference's "
     "likeliest {top} tokens are kept and the rest is one. The same choice: both hold the same token likeliest."
@@ -104,13 +100,11 @@ def _tasks(found: Mapping[str, Any]) -> Section:
         )
     if (mean := found["combined"]) is not None:
         label = f"mean of {len(mean['tasks'])}"
-        rows.append(
-            (label, "", "", _effect(mean), chance(mean.get("p_holm", mean["p"])), str(mean["n"]), "", mean["verdict"])
-        )
+        rows.append((label, "", "", _effect(mean), chance(mean["p_holm"]), str(mean["n"]), "", mean["verdict"]))
     lines = [
         f"ε, a difference that does not matter: {found['epsilon']:g}. p is corrected for all tasks and their mean "
         "(Holm). Detectable: the least difference that so many items show in 4 of 5 such comparisons.",
-        _RULE,
+        RULE,
     ]
     lines += [f"{one['what']} differs in {', '.join(one['tasks'])}, as was accepted" for one in found["allowed"]]
     if missing := [*found["only_here"], *found["only_there"]]:

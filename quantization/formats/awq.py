@@ -66,7 +66,7 @@ class AWQFormat:
 
     def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
         size = shape[1] if _size(config) == -1 else _size(config)
-        return Scheme(shape, BITS, size, not config.get("zero_point", True))
+        return Scheme(shape, BITS, size, flag(config, "zero_point") is False)
 
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:
         codes = _taken_apart(tensor(f"{layer}.qweight"))

@@ -80,7 +80,7 @@ class GPTQFormat:
 
     def scheme(self, layer: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Scheme:
         bits, size = int(config["bits"]), int(config["group_size"])
-        symmetric, grouped = bool(config.get("sym", True)), bool(config.get("desc_act", False))
+        symmetric, grouped = flag(config, "sym") is not False, bool(config.get("desc_act", False))
         return Scheme(shape, bits, shape[1] if size == -1 else min(size, shape[1]), symmetric, grouped=grouped)
 
     def read(self, layer: str, tensor: Callable[[str], Tensor], config: Mapping[str, Any]) -> Codes:

@@ -199,8 +199,8 @@ def test_other_laws_are_not_compared():
 
 def test_smollm2_logits():
     """Where the real model is in the cache: logits agree in float32, and in bfloat16 as far as its rounding goes."""
-    from decodelab.decoding.model.source import ModelSpec, open_source
     from decodelab.cache_dir import cache_dir
+    from decodelab.decoding.model.source import ModelSpec, open_source
 
     if not (cache_dir() / "models" / "smollm2-135m" / "smollm2-135m.gguf").is_file():
         pytest.skip("smollm2-135m is not in the cache")

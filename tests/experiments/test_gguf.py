@@ -89,7 +89,7 @@ def test_the_file_is_the_quantised_model(
     assert sorted(path.name for path in (private / "out").iterdir()) == ["out.gguf", "quantization.json"]
     if name == "llama":
         assert quantize(model, private / "out", "format=gguf", *words) == 2
-        assert "out holds a model already, and it is whole: load it with model.path=" in capsys.readouterr().err
+        assert "out holds a finished model already: load it with model.path=" in capsys.readouterr().err
     assert quantize(model, private / "native", *words) == 0
     source, native = opened(private / "out"), opened(private / "native")
     assert ModelConfig.from_hf(source.config) == ModelConfig.from_hf(native.config)

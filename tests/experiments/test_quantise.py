@@ -154,7 +154,7 @@ def test_a_folder_with_something_in_it_is_refused(bench, capsys):
     assert [f.name for f in (bench.root / "copy").iterdir()] == ["mine.txt"]
     assert quantize(bench, "quantization=rtn", output="good") == 0
     assert quantize(bench, "quantization=rtn", output="good") == 2
-    assert "holds a model already, and it is whole: load it with model.path=" in told(capsys)
+    assert "holds a finished model already: load it with model.path=" in told(capsys)
 
 
 def test_a_run_makes_its_copy_once(bench, monkeypatch):

@@ -96,28 +96,32 @@ def test_the_certificate_of_a_quantised_run(bench: Bench, capsys: pytest.Capture
     assert "<script" not in html
     assert not re.search(r"https?://", html)  # it asks for nothing
 
-    def verdicts(result: dict[str, Any], *given: str, mean: str, kl: float) -> None:
+    def verdicts(result: dict[str, Any], *given: str, mean: str, kl: float, tokens: int) -> None:
         found = result["quality"]["against"]
         for task, verdict in zip(found["tasks"].values(), given, strict=True):
             task["verdict"] = verdict
         found["combined"]["verdict"] = mean
         result["quality"]["divergence"]["kl"]["low"] = kl
+        result["quality"]["divergence"]["tokens"] = tokens
 
-    for i, (given, mean, kl, want) in enumerate(
+    for i, (given, mean, kl, tokens, want) in enumerate(
         (
-            (("better", "worse"), "undecided", 0.0, "worse"),
-            (("undecided", "undecided"), "worse", 0.0, "worse"),
-            (("equivalent", "equivalent"), "undecided", log(1.02) - 1e-6, "equivalent"),
-            (("equivalent", "equivalent"), "undecided", log(1.02) + 1e-6, "worse"),
-            (("undecided", "undecided"), "undecided", 1.4, "worse"),
-            (("equivalent", "better"), "undecided", 1.4, "better"),
-            (("undecided", "better"), "better", 1.4, "undecided"),
+            (("better", "worse"), "undecided", 0.0, 32, "worse"),
+            (("undecided", "undecided"), "worse", 0.0, 32, "worse"),
+            (("equivalent", "equivalent"), "undecided", log(1.02) - 1e-6, 32, "equivalent"),
+            (("equivalent", "equivalent"), "undecided", log(1.02) + 1e-6, 32, "worse"),
+            (("undecided", "undecided"), "undecided", 1.4, 32, "worse"),
+            (("equivalent", "equivalent"), "undecided", 1.4, 31, "equivalent"),  # of too few tokens
+            (("undecided", "undecided"), "better", 1.4, 32, "undecided"),
+            (("equivalent", "better"), "undecided", 1.4, 32, "undecided"),
+            (("undecided", "better"), "better", 1.4, 32, "undecided"),
         )
     ):
-        folder = changed(less, bench.root / f"v{i}", lambda r, a=given, m=mean, k=kl: verdicts(r, *a, mean=m, kl=k))
+        about = {"mean": mean, "kl": kl, "tokens": tokens}
+        folder = changed(less, bench.root / f"v{i}", lambda r, a=given, b=about: verdicts(r, *a, **b))
         made = certificate(folder)
         assert made.verdict == want
-        assert (" KL " in made.meaning.rpartition("(")[2]) is (want == "worse" and kl > 0)  # named where it decides
+        assert (" KL " in made.meaning.rpartition("(")[2]) is (tokens > 31 and kl > log(1.02))
 
     plain = changed(less, bench.root / "plain", lambda r: r["quality"].pop("divergence"))
     assert "Not measured: run both with quality.kl=true." in markdown(certificate(plain))

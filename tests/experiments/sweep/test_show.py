@@ -46,8 +46,8 @@ def test_seeds_of_the_calibration_text_are_summed_up_a_quantiser():
         calibrated(0, 0.9, 0.9, bits=3),
     ]
     told = " ".join(shown([outcome(f"seed={i}", found=found) for i, found in enumerate(some)], 120))
-    line = "gptq 4 bits group 64, 3 seeds of its calibration text, mean (least to most): arc acc 0.35 (0.25 to 0.5); KL "
-    assert f"{line}0.15 (0.1 to 0.2)" in told
+    line = "gptq 4 bits group 64, 3 seeds of its calibration text, mean (least to most): arc acc 0.35 (0.25 to 0.5); "
+    assert f"{line}KL 0.15 (0.1 to 0.2)" in told
     assert told.count("seeds of its calibration text") == 1
     (alone,) = spread([calibrated(0, 0.25, 0.1), calibrated(1, 0.5, None)])
     assert alone.endswith("arc acc 0.375 (0.25 to 0.5)")  # KL is not of both
