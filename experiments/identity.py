@@ -53,8 +53,7 @@ class Identity:
     def quantised(self) -> Mapping[str, Any] | None:
         """How the quantised weights that are decoded came to be, by their folder; None of weights as stored."""
         made = self.quantising
-        path = self.resolved["model"]["path"] if made is None else copy_of(made).path
-        folder = Path(path or "").expanduser()
+        folder = _folder(self.resolved["model"]["path"] if made is None else copy_of(made).path)
         if not (folder / REPORT).is_file():
             return None if self.source is None else kept_blocks(self.source)
         known = read_record(folder, REPORT)
@@ -73,11 +72,17 @@ class Identity:
         if made is not None:
             read = made.settings.calibration
             return None if read is None or made.pieces is None else (Marks.of_pieces(made.pieces), read.overlap)
-        folder = Path(self.resolved["model"]["path"] or "").expanduser()
+        folder = _folder(self.resolved["model"]["path"])
         if not (folder / READ).is_file():
             return None
         known = read_record(folder, READ)
         return Marks(known["marks"]), known["overlap"]
+
+
+def _folder(path: str | None) -> Path:
+    """That of a GGUF file, or the path itself: where a quantised model says how it came to be."""
+    found = Path(path or "").expanduser()
+    return found.parent if found.is_file() else found
 
 
 def identify(

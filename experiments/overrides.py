@@ -8,9 +8,9 @@ the choice is measured once, as a whole, against uniform settings.
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
+from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ from ..quantization.quantiser import Calibration, Quantiser, deciding, settings_
 from ..quantization.sequential import quantise
 from .calibration import Pieces, draw
 from .config import QuantizeJob
-from .files import write_atomic
+from .files import make_folder, write_atomic
 from .lab import Progress
 from .overlap import Marks, check_overlap
+from .quantised_folder import FOUND
 from .quantising import Quantising, layer_shapes, plan
 
 BACK = 8  # bits of a layer that goes back
 ROWS = 256  # whose logits are in memory at once
-YAML, RECORD = "overrides.yaml", "overrides.json"
+YAML, RECORD = FOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,22 @@ class Chosen:
     form: Format
     trials: tuple[Trial, ...]
 
+    def keep(self, folder: Path) -> None:
+        """How the overrides were found, and they themselves, as a file that can be given back."""
+        assert isinstance(self.settings.overrides, Mapping)
+        make_folder(folder)
+        write_atomic(folder / YAML, yaml.safe_dump(dict(self.settings.overrides), sort_keys=False))
+        record = {name: [asdict(each) for each in getattr(self, name)] for name in ("units", "taken", "trials")}
+        about = {"kl": self.kl, "digest": self.text.pieces.digest, "tokens": self.text.pieces.tokens}
+        write_atomic(folder / RECORD, json.dumps(about | record, indent=1) + "\n")
+
     def verified(self, folder: Path) -> "Chosen":
-        """With the folder's own KL among the trials; its overrides, and how they were found, are written beside it."""
+        """With the folder's own KL among the trials, which are written again."""
         source = open_source(ModelSpec(path=str(folder)))
         nbytes = sum(_stored(self.form, codes) for codes in source.codes.values())
         trial = Trial("chosen", nbytes, 8 * nbytes / self.text.weights, self.text.kl(source.tensors()))
         done = replace(self, trials=(*self.trials, trial))
-        assert isinstance(self.settings.overrides, Mapping)
-        write_atomic(folder / YAML, yaml.safe_dump(dict(self.settings.overrides), sort_keys=False))
-        record = {name: [asdict(each) for each in getattr(done, name)] for name in ("units", "taken", "trials")}
-        about = {"kl": self.kl, "digest": self.text.pieces.digest, "tokens": self.text.pieces.tokens}
-        write_atomic(folder / RECORD, json.dumps(about | record, indent=1) + "\n")
+        done.keep(folder)
         return done
 
 
@@ -206,15 +212,16 @@ def _budget(job: QuantizeJob, weights: int, least: int, most: int, bits: int) ->
         return least + weights // 8
     given = job.budget * weights / 8 if job.budget <= 32 else job.budget
 
-    def all_in(width: int, nbytes: int) -> str:
-        return f"the {8 * nbytes / weights:.3f} bits a weight, {nbytes} bytes, that all layers take in {width} bits"
+    def all_in(width: int, nbytes: int, rounded: Callable[[float], int]) -> str:
+        a_weight = rounded(8000 * nbytes / weights) / 1000  # so that it is a budget that can be given
+        return f"the {a_weight:.3f} bits a weight, {nbytes} bytes, that all layers take in {width} bits"
 
     if given < least:
-        raise UserError(f"quantize.budget={job.budget} is less than {all_in(bits, least)}: give more, or fewer bits")
+        told = all_in(bits, least, ceil)
+        raise UserError(f"quantize.budget={job.budget} is less than {told}: give more, or fewer bits")
     if given > most:
-        raise UserError(
-            f"quantize.budget={job.budget} is more than {all_in(BACK, most)}: give less, or all {BACK} bits"
-        )
+        told = all_in(BACK, most, floor)
+        raise UserError(f"quantize.budget={job.budget} is more than {told}: give less, or all {BACK} bits")
     return int(given)
 
 

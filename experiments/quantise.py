@@ -87,6 +87,8 @@ def quantize_job(config: RunConfig) -> int:
             chosen = search(settings, source, dtype, form, config.quantize, watch.step)
             settings = chosen.settings
         made = plan(settings, source, dtype, form, config.quantize.least)
+        if chosen is not None:
+            chosen.keep(folder)
         (export if form.title == GGUFBlocks.title else write)(made, folder, watch.step)
         if chosen is not None:
             chosen = chosen.verified(folder)

@@ -32,6 +32,7 @@ from .overlap import Marks, Overlap
 from .quantising import Quantising, layer_shapes
 
 REPORT = "quantization.json"
+FOUND = ("overrides.yaml", "overrides.json")  # those that were found by themselves, before the weights are made
 READ = "calibration.json"  # marks of the rows that were calibrated on
 # Of these files, what their readers take for granted (`misfit`). `files`: digests by name, of what is whole.
 _SHAPES: Mapping[str, Any] = {
@@ -77,8 +78,9 @@ def _is(file: Path, digest: str | None) -> bool:
 
 
 def entries(folder: Path) -> list[str]:
-    """Less what a killed process has left of its writing."""
-    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".partial"))
+    """Less what a killed process has left of its writing, and FOUND."""
+    names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if not name.endswith(".partial") and name not in FOUND]
 
 
 def read_record(folder: Path, name: str) -> dict[str, Any]:

@@ -17,13 +17,17 @@ def spread(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         made = (result.get("provenance") or {}).get("quantised") or {}
         settings, config = deepcopy(made.get("settings")), result.get("config")
         calibration = settings.get("calibration") if isinstance(settings, dict) else None
-        if not isinstance(calibration, dict) or not isinstance(config, Mapping) or not result.get("quality"):
+        quality = result.get("quality")
+        if not isinstance(calibration, dict) or not isinstance(config, Mapping) or not quality:
+            continue
+        if quality.get("interrupted"):  # it says something of other rows
             continue
         seed = calibration.pop("seed", None)
         # the folder of quantised weights, or how they are made in the run, is what `made` says
         shared = {key: value for key, value in config.items() if key not in (*NOT_IN_KEY, "model", "quantization")}
         source = (made.get("source") or {}).get("digest")
-        key = json.dumps([made.get("kind"), settings, source, shared], sort_keys=True, default=str)
+        asked = (result.get("digests") or {}).get("quality")
+        key = json.dumps([made.get("kind"), settings, source, asked, shared], sort_keys=True, default=str)
         found.setdefault(key, {})[seed] = result
         names[key] = title(made)
     for key, by_seed in found.items():

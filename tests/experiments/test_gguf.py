@@ -12,6 +12,7 @@ import torch
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
 from decodelab.errors import UserError
+from decodelab.experiments import identity
 from decodelab.experiments.cli import main
 from decodelab.experiments.compose import described, groups
 from decodelab.experiments.construct import Constructor
@@ -90,6 +91,7 @@ def test_the_file_is_the_quantised_model(
     if name == "llama":
         assert quantize(model, private / "out", "format=gguf", *words) == 2
         assert "out holds a finished model already: load it with model.path=" in capsys.readouterr().err
+    assert identity._folder(str(private / "out" / "out.gguf")) == private / "out"  # where its record is
     assert quantize(model, private / "native", *words) == 0
     source, native = opened(private / "out"), opened(private / "native")
     assert ModelConfig.from_hf(source.config) == ModelConfig.from_hf(native.config)

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from decodelab.decoding.model.source import ModelSpec, Source, open_source
+from decodelab.errors import UserError
 from decodelab.experiments import overrides
+from decodelab.experiments.config import QuantizeJob
 from decodelab.experiments.overrides import Unit, best
 from decodelab.experiments.quantised_folder import write
 from decodelab.experiments.quantising import plan
@@ -115,14 +117,42 @@ def test_what_is_found_can_be_given_back(bench: Bench, texts, words, capsys):
     assert chosen["nbytes"] == uniform["nbytes"] + sum(unit["more"] for unit in found["taken"])
 
 
+def test_what_is_found_is_kept_before_the_weights_are_made(bench: Bench, texts, monkeypatch):
+    """Killed behind them, before the whole was measured, it is not lost; and what is broken off goes on."""
+    words = ["quantization=rtn", "quantization.bits=3", "quantization.group_size=64", "quantize.parts=1"]
+    words += ["quantization.overrides=auto", "quantize.tokens=64", f"quantize.path={texts[1]}"]
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(overrides.Chosen, "verified", killed)
+        assert quantize(bench, *words) == 130
+    folder = bench.root / "copy"
+    assert "model.layers" in (folder / "overrides.yaml").read_text()
+    (folder / "model.safetensors.index.json").unlink()
+    for name in list(folder.iterdir()):
+        if name.name not in ("overrides.yaml", "overrides.json"):
+            name.unlink()
+    assert quantize(bench, *words) == 0
+    assert "chosen" in (folder / "overrides.json").read_text()
+
+
+def test_a_bound_that_is_told_can_be_given():
+    weights, least, most = 442368, 256080, 470000
+    for budget, where in ((1.0, "less"), (31.0, "more")):
+        with pytest.raises(UserError, match=where) as told:
+            overrides._budget(QuantizeJob(budget=budget), weights, least, most, 4)
+        bound = float(str(told.value).split("than the ")[1].split()[0])
+        assert least <= overrides._budget(QuantizeJob(budget=bound), weights, least, most, 4) <= most
+
+
 def test_layers_are_named_whole():
     """A key of layer 1 is none of layers 10 and up; what AWQ says of q stays, and goes with its layers."""
     names = [f"model.layers.{i}.self_attn.{kind}_proj" for i in (1, 10, 11) for kind in "qv"]
     found = replace(AWQ(3), overrides=overrides._with(AWQ(3), names[:2]))
     got = {name: (settings_of(found, name).bits, settings_of(found, name).clip) for name in names}
-    assert got == dict(
-        zip(names, [(8, False), (8, True), (3, False), (3, True)] * 1 + [(3, False), (3, True)], strict=True)
-    )
+    assert got == dict(zip(names, [(8, False), (8, True), (3, False), (3, True), (3, False), (3, True)], strict=True))
 
 
 @pytest.mark.parametrize(

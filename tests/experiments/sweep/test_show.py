@@ -45,6 +45,10 @@ def test_seeds_of_the_calibration_text_are_summed_up_a_quantiser():
         calibrated(2, 0.3, 0.15),
         calibrated(0, 0.9, 0.9, bits=3),
     ]
+    broken_off, other_rows = calibrated(3, 1.0, 1.0), calibrated(4, 1.0, 1.0)
+    broken_off["quality"]["interrupted"] = True
+    other_rows["digests"] = {"quality": "of another file"}
+    some += [broken_off, other_rows]
     told = " ".join(shown([outcome(f"seed={i}", found=found) for i, found in enumerate(some)], 120))
     line = "gptq 4 bits group 64, 3 seeds of its calibration text, mean (least to most): arc acc 0.35 (0.25 to 0.5); "
     assert f"{line}KL 0.15 (0.1 to 0.2)" in told
