@@ -1,6 +1,7 @@
 """Numbers as people read them. What is not known is –."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 BUSY = 0.5  # cores that others keep busy: more, and what is timed is noise
@@ -8,6 +9,7 @@ NOISY = "other programs use the cores: speeds are noisy and MBU is off; run it a
 BUSY_MARK = "‡"  # behind a row whose speed is of such a run
 SIGNIFICANT = 0.05  # a p that is told
 FEW_TOKENS = 32  # of gold answers, from which on a KL is one
+_LISTED = 3  # keys of one group
 _POSITIONS = 4  # of a draft, that are told
 
 
@@ -50,6 +52,22 @@ def percent(value: float | None) -> str:
 def share(value: float) -> str:
     """Of what is near to all: with as many digits as tell it from all."""
     return "100 %" if value == 1 else f"{100 * min(value, 0.9999):.{1 if value < 0.995 else 2}f} %"
+
+
+def difference(effect: Mapping[str, Any]) -> str:
+    """An effect of `quality.against` with its 95 % interval."""
+    sign, unit = ("", "×") if effect["effect"] == "ratio" else ("+", "")
+    value = f"{effect['value']:{sign}.3f}{unit}"
+    bounds = "" if effect["low"] is None else f" [{effect['low']:{sign}.3f}, {effect['high']:{sign}.3f}]"
+    return f"{value}{bounds}".replace("-", "−")
+
+
+def folded(keys: Iterable[str]) -> list[str]:
+    """Dotted keys, where more than `_LISTED` are of one group its name alone."""
+    listed = list(keys)
+    groups = Counter(key.partition(".")[0] for key in listed)
+    many = {group for group, n in groups.items() if n > _LISTED}
+    return list(dict.fromkeys(group if (group := key.partition(".")[0]) in many else key for key in listed))
 
 
 def seconds(value: float | None) -> str:

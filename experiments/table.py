@@ -13,6 +13,7 @@ from .format import (
     chance,
     counted,
     few_tokens,
+    folded,
     interval,
     noise_floor,
     number,
@@ -70,7 +71,7 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
         yield [*_quality(r["quality"])]
         if r["quality"]["against"]:
             verdict, why = overall(r["quality"]["against"], r["quality"].get("divergence"))
-            yield [*comparison(r["quality"]["against"]), Text(f"overall {verdict}: {why}", style=_JUDGED[verdict])]
+            yield [*comparison(r["quality"]["against"]), Text(f"overall {verdict}. {why}", style=_JUDGED[verdict])]
         if r["quality"].get("divergence"):
             yield [*divergence(r["quality"]["divergence"])]
     if r["compare_hf"]:
@@ -82,7 +83,7 @@ def _sections(r: Mapping[str, Any], samples: Sequence[Sample], title: str) -> It
 
 def comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     """Quality against the reference run: what `quality.against` of a result holds."""
-    differing = [*found["differs_in"], *dict.fromkeys(one["what"] for one in found["allowed"])]
+    differing = [*folded(found["differs_in"]), *dict.fromkeys(one["what"] for one in found["allowed"])]
     differs = ", ".join(differing) or "nothing that is recorded"
     yield Text(f"against {found['reference']['folder']}, which differs in {differs}")
     table = columns("task", "ref.", "difference [95 %]", "flips", "p", "verdict")

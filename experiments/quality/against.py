@@ -35,7 +35,7 @@ import numpy as np
 
 from ...errors import UserError
 from ..files import read_result, write_atomic, write_result
-from ..format import FEW_TOKENS, counted
+from ..format import FEW_TOKENS, difference, share
 from ..statistics import (
     SIGNIFICANT,
     Column,
@@ -54,7 +54,7 @@ from .run_quality import Pair, RunQuality, check_scores, is_ratio, items_of, pai
 
 Verdict = Literal["worse", "better", "equivalent", "undecided"]
 
-_NAMED = 3  # tasks that a verdict comes from
+_NAMED = 3  # tasks that a sentence names
 
 # Keys of a configuration that are compared by themselves, or change no score.
 _NOT_LISTED = (
@@ -309,39 +309,67 @@ RULE = (
 
 
 def overall(found: Mapping[str, Any], divergence: Mapping[str, Any] | None) -> tuple[Verdict, str]:
-    """One verdict of `quality.against` by `RULE`, with `quality.divergence` where it was measured; what it rests on."""
-    verdicts = {name: task["verdict"] for name, task in found["tasks"].items()}
-    mean = found["combined"]
-    if mean is not None:
-        verdicts[f"the mean of {len(mean['tasks'])}"] = mean["verdict"]
-    told = counted(len(found["tasks"]), "main metric")
-    if mean is not None:
-        told += " and their mean, p corrected for all (Holm)"
-    elif len(found["tasks"]) > 1:
-        told += ", p corrected for their number (Holm)"
-    lost = None
-    if divergence and divergence["reference"]["key"] == found["reference"]["key"]:
-        kl, floor = divergence["kl"], divergence["floor"]
-        told += f", and KL: the reference's own predictions are {exp(kl['value']):.2f}× as perplexing here"
-        noise = 0.0 if floor is None else floor["kl"]
-        enough = kl["low"] is not None and divergence["tokens"] >= FEW_TOKENS
-        if enough and kl["low"] > max(noise, log1p(found["epsilon"])):
-            lost = f"KL {kl['value']:.2g}"
+    """One verdict of `quality.against` by `RULE`, with `quality.divergence` where it was measured; and in plain words
+    what decided it, then what the rest says."""
     known = {task["verdict"] for task in found["tasks"].values()}
+    judged = known | ({found["combined"]["verdict"]} if found["combined"] else set())
+    told, lost = [_answers(found)], False
+    if divergence and divergence["reference"]["key"] == found["reference"]["key"]:
+        words, lost = _next_tokens(divergence, found["epsilon"])
+        told.insert(0 if lost and not judged & {"worse", "better"} else 1, words)
     verdict: Verdict = "undecided"
-    if "worse" in verdicts.values() or (lost is not None and "better" not in verdicts.values()):
+    if "worse" in judged or (lost and "better" not in judged):
         verdict = "worse"
-    elif lost is not None:
-        told += f"; {lost} says worse and a task says better"
+    elif lost:
+        told.append("One says worse, the other better.")
     elif known == {"equivalent"}:
         verdict = "equivalent"
     elif known <= {"better", "equivalent"}:
         verdict = "better"
-    alone = [name for name, one in verdicts.items() if one == verdict != "equivalent"]
-    by = [*alone[:_NAMED], *([f"{len(alone) - _NAMED} more"] if len(alone) > _NAMED else ())]
-    by += [lost] if lost is not None and verdict == "worse" else []
-    shown = f" ({verdict} by {', '.join(by)})" if by and verdict in ("worse", "better") else ""
-    return verdict, f"it rests on {told}{shown}"
+    return verdict, " ".join(told)
+
+
+def _answers(found: Mapping[str, Any]) -> str:
+    """What the tasks say: how many answers flipped, and where that is more than chance."""
+    effects = {name: (task["verdict"], task["metrics"][task["main"]]) for name, task in found["tasks"].items()}
+    binary = {name: effect for name, (_, effect) in effects.items() if effect["n01"] is not None}
+    rest = [f"{name} {difference(effect)}" for name, (_, effect) in effects.items() if name not in binary]
+    told = [_some(rest)] if rest else []
+    if binary:
+        flipped = [(one["n10"], one["n01"]) for one in binary.values()]
+        ways = zip(flipped, (found["tasks"][name]["higher_is_better"] for name in binary), strict=True)
+        wrong, right = map(sum, zip(*(pair if higher else pair[::-1] for pair, higher in ways), strict=True))
+        told.insert(0, f"{wrong} of {sum(one['n'] for one in binary.values())} became wrong, {right} became right")
+    if (mean := found["combined"]) is not None:
+        effects[f"the mean of {len(mean['tasks'])} tasks"] = mean["verdict"], mean
+    clear = [
+        f"clearly {word} in {_some(names)}"
+        for word in ("worse", "better")
+        if (names := [f"{name} {difference(one)}" for name, (verdict, one) in effects.items() if verdict == word])
+    ]
+    same = all(task["verdict"] == "equivalent" for task in found["tasks"].values())
+    judged = "; ".join(clear) or (f"the same within {found['epsilon']:g}" if same else "too few to be sure")
+    return f"Answers: {'; '.join(told)}: {judged}."
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join([*names[:_NAMED], *more])
+
+
+def _next_tokens(divergence: Mapping[str, Any], epsilon: float) -> tuple[str, bool]:
+    """What KL says, and whether that is worse by `RULE`."""
+    kl, noise = divergence["kl"], (divergence["floor"] or {"kl": 0.0})["kl"]
+    most = max(noise, log1p(epsilon))
+    enough = kl["low"] is not None and divergence["tokens"] >= FEW_TOKENS
+    lost = enough and kl["low"] > most
+    same = enough and kl["high"] <= most
+    judged = "clearly different" if lost else "the same" if same else "too few to be sure" if not enough else "unclear"
+    bounds = "" if kl["low"] is None else f" [{kl['low']:.2g}, {kl['high']:.2g}]"
+    allowed = f"rounding alone makes {noise:.2g}" if noise == most else f"{most:.2g} is allowed"
+    changed = share(1 - divergence["agreement"]["value"])
+    words = f"{changed} of {divergence['tokens']} likeliest next tokens changed; KL {kl['value']:.2g}{bounds}"
+    return f"Word by word {judged}: {words}, where {allowed}.", lost
 
 
 def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:
@@ -360,7 +388,7 @@ def flips(mine: RunQuality, reference: RunQuality) -> list[dict[str, Any]]:
                 out.append(
                     {
                         "task": name,
-                        **{key: row.get(key) for key in ("id", "category", "prompt", "gold")},
+                        **{key: row.get(key) for key in ("id", "category", "prompt", "gold", "choices")},
                         "metric": metric,
                         "gain": float(gain),
                         "mine": _side(pair.mine, here),

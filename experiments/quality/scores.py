@@ -15,6 +15,8 @@ from .answers import Answer
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
+    from .questions import Question
+
 KINDS = {
     "multiple_choice": "multiple_choice",
     "generate_until": "generate",
@@ -130,6 +132,7 @@ def item_row(name: str, task: "Task", item: Item) -> dict[str, Any]:
         "prompt_hash": sample["prompt_hash"],
         "prompt": "" if task.OUTPUT_TYPE == "loglikelihood_rolling" else sample["arguments"][0][0],
         "gold": sample["target"],
+        "choices": _choices(sample, question) if kind == "multiple_choice" and len(answers) > 1 else None,
         "response": response,
         "scored": scored,
         "scores": scores,
@@ -137,6 +140,15 @@ def item_row(name: str, task: "Task", item: Item) -> dict[str, Any]:
         "tokens": None if kind == "multiple_choice" else sum(answer.tokens for answer in answers),
         "weights": weights,
     }
+
+
+def _choices(sample: Mapping[str, Any], question: "Question | None") -> list[str]:
+    """What was chosen among, as text: of a task of lm-eval's what it put behind the prompt, or the prompts where those
+    differ."""
+    if question is not None:
+        return list(question.choices)
+    contexts, continuations = zip(*(arguments[:2] for arguments in sample["arguments"]), strict=True)
+    return [text.strip() for text in (continuations if len(set(continuations)) > 1 else contexts)]
 
 
 def _weighted(task: "Task", metric: str) -> bool:

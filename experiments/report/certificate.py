@@ -3,13 +3,14 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
 from ...errors import UserError
 from ..files import read_lines, read_result
-from ..format import chance, counted, few_tokens, noise_floor, percent, share
+from ..format import chance, counted, difference, few_tokens, folded, noise_floor, percent, share
 from ..quality.against import RULE, overall
 from ..seeds import title as quantiser
 from .drawing import DARK, LIGHT
@@ -19,15 +20,10 @@ from .rows import drafter, model
 TEMPLATE = Path(__file__).with_name("certificate.html")
 _FLIPS = 3  # shown, each way
 _EXCERPT = 400  # characters of a text
-_MEANING = {
-    "worse": "on what was asked it is worse than the reference, beyond chance",
-    "better": "on what was asked it is better than the reference, beyond chance",
-    "equivalent": "on what was asked it is as good as the reference, within ε",
-    "undecided": "neither a loss nor its absence is shown by so few items",
-}
 _ABOUT_KL = (
     "KL(reference‖run) of each token of the gold answers, read as they stand; a lower bound, since the reference's "
-    "likeliest {top} tokens are kept and the rest is one. The same choice: both hold the same token likeliest."
+    "likeliest {top} tokens are kept and the rest is one: the reference's own predictions are at least {ratio:.2f}× as "
+    "perplexing here. The same choice: both hold the same token likeliest."
 )
 
 
@@ -61,7 +57,7 @@ def certificate(folder: Path) -> Certificate:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} is not as this version writes a run ({error!r}); run it again") from None
     title = f"{_named(run)} against {found['reference']['folder']}"
-    return Certificate(title, verdict, f"{_MEANING[verdict]}; {why}", tuple(sections))
+    return Certificate(title, verdict, why, tuple(sections))
 
 
 def _named(run: Run) -> str:
@@ -91,7 +87,7 @@ def _tasks(found: Mapping[str, Any]) -> Section:
                 f"{name}, {task['main']}{'' if task['higher_is_better'] else ' (less is better)'}",
                 _score(main["reference"]),
                 _score(main["mine"]),
-                _effect(main),
+                difference(main),
                 chance(task["p_holm"]),
                 str(main["n"]),
                 "–" if least is None else f"{1 + least:.3f}×" if unit else f"{least:.3f}",
@@ -100,7 +96,7 @@ def _tasks(found: Mapping[str, Any]) -> Section:
         )
     if (mean := found["combined"]) is not None:
         label = f"mean of {len(mean['tasks'])}"
-        rows.append((label, "", "", _effect(mean), chance(mean["p_holm"]), str(mean["n"]), "", mean["verdict"]))
+        rows.append((label, "", "", difference(mean), chance(mean["p_holm"]), str(mean["n"]), "", mean["verdict"]))
     lines = [
         f"ε, a difference that does not matter: {found['epsilon']:g}. p is corrected for all tasks and their mean "
         "(Holm). Detectable: the least difference that so many items show in 4 of 5 such comparisons.",
@@ -118,19 +114,12 @@ def _score(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
-def _effect(effect: Mapping[str, Any]) -> str:
-    sign, unit = ("", "×") if effect["effect"] == "ratio" else ("+", "")
-    value = f"{effect['value']:{sign}.3f}{unit}"
-    bounds = "" if effect["low"] is None else f" [{effect['low']:{sign}.3f}, {effect['high']:{sign}.3f}]"
-    return f"{value}{bounds}".replace("-", "−")
-
-
 def _tokens(run: Run) -> Iterator[Section]:
     found = run.at("quality.divergence")
     if not found:
         yield Section("Token by token", ("Not measured: run both with quality.kl=true.",))
         return
-    lines = [_ABOUT_KL.format(top=found["top"])]
+    lines = [_ABOUT_KL.format(top=found["top"], ratio=exp(found["kl"]["value"]))]
     if found["reference"]["key"] != run.at("quality.against.reference.key"):
         lines.append(f"Of another reference than the tasks: {found['reference']['folder']}.")
     floor = found["floor"]
@@ -170,26 +159,50 @@ def _flips(folder: Path, found: Mapping[str, Any]) -> Section:
     asked = [name for name, task in found["tasks"].items() if task["metrics"][task["main"]]["effect"] == "difference"]
     rows = [row for row in read_lines(folder / "flips.jsonl") if row["task"] in asked]  # worst first
     lost, gained = [row for row in rows if row["gain"] < 0], [row for row in rows if row["gain"] > 0]
-    shown = [*lost[:_FLIPS], *gained[::-1][:_FLIPS]]
+    shown = [*_some_of_each(lost, asked), *_some_of_each(gained[::-1], asked)]
     lines = [f"{counted(len(lost), 'item')} lost, {len(gained)} gained; all are in flips.jsonl."] if asked else []
     return Section("Items to read", tuple(lines or ["No task has answers to read."]), texts=tuple(map(_flip, shown)))
+
+
+def _some_of_each(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """As many of each task as make `_FLIPS`, one at least."""
+    by_task = [some for name in tasks if (some := [row for row in rows if row["task"] == name])]
+    for some in by_task:
+        yield from some[: max(1, _FLIPS // len(by_task))]
 
 
 def _flip(row: Mapping[str, Any]) -> tuple[str, Sequence[tuple[str, str]]]:
     word = "lost" if row["gain"] < 0 else "gained"
     title = f"{word}: {row['task']} {row['id']}, {row['metric']} {row['reference']['score']:.3g} → "
-    sides = [(name, _answer(row[key]["responses"])) for name, key in (("reference", "reference"), ("this run", "mine"))]
-    texts = [("prompt", _excerpt(row["prompt"])), ("gold", _excerpt(row["gold"])), *sides]
+    sides = [("reference", row["reference"]["responses"][0]), ("this run", row["mine"]["responses"][0])]
+    choices = row.get("choices")  # an older run has none
+    if all(map(_likelihoods, (answer for _, answer in sides))):
+        told = _chosen(row["gold"], choices, dict(sides))
+    else:
+        told = [("gold", _excerpt(row["gold"])), *((name, _excerpt(answer)) for name, answer in sides)]
+    texts = [("prompt", _excerpt(row["prompt"])), *told]
     return f"{title}{row['mine']['score']:.3g}", [(name, text) for name, text in texts if text]
 
 
-def _answer(responses: Sequence[Any]) -> str:
-    """The first of its repeats; of choices, the one that was held likeliest."""
-    first = responses[0]
-    if isinstance(first, list) and all(isinstance(value, int | float) for value in first):
-        best = max(range(len(first)), key=lambda i: first[i])
-        return f"choice {best} (log p {', '.join(f'{value:.2f}' for value in first)})".replace("-", "−")
-    return _excerpt(first if isinstance(first, str) else json.dumps(first, ensure_ascii=False))
+def _likelihoods(answer: Any) -> bool:
+    return isinstance(answer, list) and len(answer) > 1 and all(isinstance(value, int | float) for value in answer)
+
+
+def _chosen(gold: Any, choices: Any, sides: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, str]]:
+    """A line a choice, with how likely each side held it; then which is each side's likeliest, and what is as likely at
+    the digits shown."""
+    names = [chr(65 + i) for i in range(len(next(iter(sides.values()))))]
+    right = names[gold] if isinstance(gold, int) and 0 <= gold < len(names) else None
+    for i, name in enumerate(names):
+        text = _excerpt(choices[i]) if choices else ""
+        told = ", ".join(f"{side} {values[i]:.2f}" for side, values in sides.items()).replace("-", "−")
+        yield f"{name}{' (right)' if name == right else ''}", f"{text}{' ' if text else ''}(log p: {told})"
+    if right is None:
+        yield "gold", _excerpt(gold)
+    for side, values in sides.items():
+        best = max(range(len(values)), key=lambda i: values[i])
+        ties = [name for i, name in enumerate(names) if i != best and f"{values[i]:.2f}" == f"{values[best]:.2f}"]
+        yield side, f"{names[best]} is likeliest" + (f", {' and '.join(ties)} as likely to two digits" if ties else "")
 
 
 def _excerpt(text: Any) -> str:
@@ -218,7 +231,8 @@ def _made(run: Run) -> Section:
         "dtype": run.at("provenance.dtype"),
         "seed": run.at("config.seed"),
         "batch": run.at("config.batch"),
-        "differs from the reference in": ", ".join(run.at("quality.against.differs_in") or ()) or "nothing recorded",
+        "differs from the reference in": ", ".join(folded(run.at("quality.against.differs_in") or ()))
+        or "nothing recorded",
     }
     return _listed("Settings", settings)
 
@@ -267,7 +281,7 @@ def _markdown(made: Certificate) -> Iterator[str]:
     from .tables import literal, table
 
     yield f"# {literal(made.title)}\n"
-    yield f"**{made.verdict}**: {made.meaning}.\n"
+    yield f"**{made.verdict}**. {literal(made.meaning)}\n"
     for section in made.sections:
         yield f"## {section.title}\n"
         for line in section.lines:

@@ -42,8 +42,8 @@ TASK_KEYS = {
     "kind", "measures", "metrics", "main", "higher_is_better", "n", "repeats", "truncated", "digest", "settings"
 }  # fmt: skip
 ROW_KEYS = {
-    "task", "id", "repeat", "category", "doc_hash", "prompt_hash", "prompt", "gold", "response", "scored", "scores",
-    "truncated", "tokens", "weights",
+    "task", "id", "repeat", "category", "doc_hash", "prompt_hash", "prompt", "gold", "choices", "response",
+    "scored", "scores", "truncated", "tokens", "weights",
 }  # fmt: skip
 
 
