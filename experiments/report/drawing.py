@@ -119,9 +119,12 @@ def at_right(axes: "Axes", y: float, text: str, colour: str = LIGHT["text"]) -> 
     axes.annotate(text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(6, 0), va="center", color=colour, **NOTE)
 
 
-def mark_dot(axes: "Axes", x: float, y: float, colour: str, hollow: bool = False, size: float = 5.5) -> None:
+def mark_dot(
+    axes: "Axes", x: float, y: float, colour: str, hollow: bool = False, size: float = 5.5, shape: str = "o"
+) -> None:
     face = LIGHT["page"] if hollow else colour
-    axes.plot([x], [y], marker="o", markersize=size, color=colour, markerfacecolor=face, markeredgewidth=1.3, zorder=3)
+    dot: dict[str, Any] = {"markerfacecolor": face, "markeredgewidth": 1.3, "zorder": 3}
+    axes.plot([x], [y], marker=shape, markersize=size, color=colour, **dot)
 
 
 def legend(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
@@ -134,6 +137,20 @@ def legend(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
         handles=[plain, *(Patch(color=colour, linewidth=0) for _, colour in entries)],
         labels=["plain decoding", *(name for name, _ in entries)],
         loc="outside upper right", ncols=1 + len(entries), frameon=False,
+        handlelength=0.9, handleheight=0.9, columnspacing=1.2, handletextpad=0.5,
+    )  # fmt: skip
+
+
+def legend_of_dots(figure: "Figure", colours: Mapping[str, str], shapes: Mapping[str, str]) -> None:
+    """In one line above the axes: colours as bars, then shapes."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    dots = [Line2D([], [], linestyle="", marker=shape, markersize=5, color=LIGHT["text"]) for shape in shapes.values()]
+    figure.legend(
+        handles=[*(Patch(color=colour, linewidth=0) for colour in colours.values()), *dots],
+        labels=[shorten(name, 24) for name in (*colours, *shapes)],
+        loc="outside upper left", ncols=min(6, len(colours) + len(shapes)), frameon=False,
         handlelength=0.9, handleheight=0.9, columnspacing=1.2, handletextpad=0.5,
     )  # fmt: skip
 

@@ -6,17 +6,20 @@ from math import ceil, log2
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..format import BUSY_MARK, is_busy, size
 from .drawing import (
     LIGHT,
     NOTE,
     PHASES,
     ROW,
+    SERIES,
     WIDEST,
     Picture,
     at_right,
     canvas,
     grid_lines,
     legend,
+    legend_of_dots,
     mark_dot,
     name_rows,
     numbered,
@@ -34,16 +37,19 @@ PANELS = 8  # tasks of a picture
 ACROSS = 9  # kinds of prompt side by side: more stand below
 TRACED = 6  # lines of a picture that have a colour and a name
 LEAST = 5  # drafts that a share is of
+MARKS = ("o", "s", "^", "D", "v", "P", "<", ">")  # of quantisers
+_BESIDE = ((7, 3, "left"), (-7, 3, "right"), (0, 7, "center"), (0, -13, "center"), (7, -11, "left"), (-7, -11, "right"))
 STYLES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Spot:
-    """Where a row stands."""
+    """Where a row stands; `label`: instead of the row's."""
 
     row: Row
     x: float
     y: float
+    label: str = ""
 
 
 def pictures(group: Group, colours: Mapping[str, str], prefix: str = "g") -> Iterator[Picture]:
@@ -101,6 +107,9 @@ def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
     if not found:
         return None
     traced = found[:TRACED]
+    styles, own = _styles([row for row, _ in traced]), [_colour(row, colours) for row, _ in traced]
+    if len(set(own)) < len(own):  # rows of one drafter
+        own = [LIGHT[name] for name in SERIES[: len(own)]]
     with canvas(5.0, rows=2, sharex=True) as (figure, panels):
         for axes, name, title in zip(
             panels, ("rate", "conditional"), ("kept up to here", "kept, where all before it were"), strict=True
@@ -108,17 +117,15 @@ def positions(group: Group, colours: Mapping[str, str]) -> Picture | None:
             ends: list[tuple[float, float, str, str]] = []
             for _, curve in found[TRACED:]:
                 _line(axes, curve, name, LIGHT["grid"], "-")
-            for (row, curve), style in zip(traced, _styles([row for row, _ in traced]), strict=True):
-                colour = _colour(row, colours)
+            for (row, curve), style, colour in zip(traced, styles, own, strict=True):
                 if (end := _line(axes, curve, name, colour, style)) is not None:
                     ends.append((*end, shorten(row.label, 36), colour))
             axes.set_ylim(0, 1.03)
             axes.set_title(title, loc="left", color=LIGHT["text"])
             axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.0f} %")
             grid_lines(axes, "y")
+            axes.set_xlim(0.7, max(len(curve) for _, curve in found) + 0.3)
             _name_lines(axes, ends)
-        deepest = max(len(curve) for _, curve in found)
-        panels[-1].set_xlim(0.7, deepest + 0.3)
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
         panels[-1].set_xlabel("position in the draft")
     rest = f" Grey: the {len(found) - TRACED} rows ranked lower." if len(found) > TRACED else ""
@@ -209,20 +216,33 @@ def quality(group: Group, colours: Mapping[str, str]) -> Picture | None:
     panels = known[:PANELS]
     columns = min(2, len(panels))
     lines = ceil(len(panels) / columns)
-    with canvas(2.7 * lines + 0.2, rows=lines, columns=columns) as (figure, grid):
+    drawn = [row for row in group.rows if any(row is spot.row for _, spots in panels for spot in spots)]
+    forms = list(dict.fromkeys(row.form for row in drawn))
+    marks = {form: MARKS[i % len(MARKS)] for i, form in enumerate(forms)}
+    with canvas(2.7 * lines + 0.2 + 0.25 * (len(forms) > 1), rows=lines, columns=columns) as (figure, grid):
         cells = list(grid) if len(panels) > 1 else [grid]
         for axes, (measure, spots) in zip(cells, panels, strict=False):
-            _front(axes, measure, spots, colours, 26 if columns == 2 else WIDEST)
+            _front(axes, measure, spots, colours, marks, 26 if columns == 2 else WIDEST)
             axes.set_xlabel(group.speed)
         for axes in cells[len(panels) :]:
             axes.set_axis_off()
-    about = (
+        if len(forms) > 1:
+            drafters = dict.fromkeys(row.drafter for row in drawn)
+            named = {"no drafter" if name == "none" else name: LIGHT[colours[name]] for name in drafters}
+            legend_of_dots(figure, named, marks)
+    about = [
         f"Score against {group.speed}, with 95 % intervals. The line joins the rows that no other beats in both (the "
-        "Pareto front); hollow dots are beaten, crosses are broken."
-    )
+        "Pareto front); hollow marks are beaten, crosses are broken."
+    ]
+    if len(forms) > 1:
+        about.append("Colours are drafters, shapes are quantisers, named with the bytes of their weights in memory.")
+    if busy := sum(is_busy(row.run.result) for row in drawn):
+        about.append(f"{BUSY_MARK} {busy} of {len(drawn)} were timed on a busy machine: the front may be noise.")
+    if few := sum(row.whole and not row.comparable for row in drawn):
+        about.append(f"{few} of {len(drawn)} were timed on too few prompts for an interval.")
     if len(known) > PANELS:
-        about += f" The first {PANELS} of {len(known)} tasks."
-    return Picture("quality", "Quality against speed", about, figure)
+        about.append(f"The first {PANELS} of {len(known)} tasks.")
+    return Picture("quality", "Quality against speed", " ".join(about), figure)
 
 
 def step_costs(group: Group, colours: Mapping[str, str]) -> Picture | None:
@@ -284,7 +304,9 @@ def _name_lines(axes: "Axes", ends: Sequence[tuple[float, float, str, str]]) -> 
     for i in reversed(range(len(ends))):  # back from the top, where there was no room
         heights[i] = min(heights[i], highest)
         highest = heights[i] - gap
-    for (_, _, label, colour), height in zip(ends, heights, strict=True):
+    right = axes.get_xlim()[1]
+    for (x, y, label, colour), height in zip(ends, heights, strict=True):
+        axes.plot([x, right], [y, height], color=colour, linewidth=0.6, alpha=0.5)  # leads to the name
         at_right(axes, height, label, colour)
 
 
@@ -295,7 +317,7 @@ def _spots(group: Group, measure: Measure) -> list[_Spot]:
 
 
 def _name_spots(axes: "Axes", spots: Sequence[_Spot], colours: Mapping[str, str], widest: int) -> None:
-    """Names beside points, right or left of them; one that has no room is left out."""
+    """Names beside points; one that has no room is left out."""
     from matplotlib.transforms import Bbox
 
     figure: Any = axes.figure
@@ -304,19 +326,27 @@ def _name_spots(axes: "Axes", spots: Sequence[_Spot], colours: Mapping[str, str]
     taken = [Bbox([dot - 4, dot + 4]) for dot in dots]
     inside = axes.get_window_extent()
     for spot in spots:
-        name, at, colour = shorten(spot.row.label, widest), (spot.x, spot.y), _colour(spot.row, colours)
-        for shift, side in ((7, "left"), (-7, "right")):
-            text = axes.annotate(name, at, xytext=(shift, 3), ha=side, color=colour, **NOTE)
+        name, at, colour = shorten(spot.label or spot.row.label, widest), (spot.x, spot.y), _colour(spot.row, colours)
+        for across, up, side in _BESIDE:
+            text = axes.annotate(name, at, xytext=(across, up), ha=side, color=colour, **NOTE)
             box = text.get_window_extent()
-            if box.x0 >= inside.x0 and box.x1 <= inside.x1 + 8 and not any(box.overlaps(other) for other in taken):
+            within = box.x0 >= inside.x0 and box.x1 <= inside.x1 + 8 and box.y0 >= inside.y0
+            if within and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
                 break
             text.remove()
 
 
-def _front(axes: "Axes", measure: Measure, spots: Sequence[_Spot], colours: Mapping[str, str], widest: int) -> None:
+def _front(
+    axes: "Axes",
+    measure: Measure,
+    spots: Sequence[_Spot],
+    colours: Mapping[str, str],
+    marks: Mapping[str, str],
+    widest: int,
+) -> None:
     sign = 1 if measure.higher else -1
-    whole = [spot for spot in spots if spot.row.comparable]
+    whole = [spot for spot in spots if spot.row.whole]
     best = [whole[i] for i in front([(spot.x, sign * spot.y) for spot in whole])]
     if best:
         xs, ys = zip(*((spot.x, spot.y) for spot in best), strict=True)
@@ -332,14 +362,27 @@ def _front(axes: "Axes", measure: Measure, spots: Sequence[_Spot], colours: Mapp
         if row.verdict == "broken":
             axes.plot([spot.x], [spot.y], marker="x", markersize=6, markeredgewidth=1.6, color=LIGHT["bad"])
         else:
-            mark_dot(axes, spot.x, spot.y, colour, hollow=not on, size=5.5 if on else 4.0)
+            mark_dot(axes, spot.x, spot.y, colour, hollow=not on, size=5.5 if on else 4.0, shape=marks[row.form])
     axes.set_title(shorten(measure.title, 40), loc="left")
     grid_lines(axes, "both")
     axes.tick_params(labelcolor=LIGHT["muted"])
     axes.margins(0.12)
     if not measure.higher:
         axes.invert_yaxis()
-    _name_spots(axes, best, colours, widest)
+    if len(marks) > 1:
+        mixed = len({is_busy(spot.row.run.result) for spot in spots}) > 1  # else the caption says it of all
+        ordered = [*best, *(spot for spot in spots if spot not in best)]
+        named = [replace(spot, label=_form(spot.row, mixed)) for spot in ordered]
+    else:
+        named = best
+    _name_spots(axes, named, colours, widest)
+
+
+def _form(row: Row, marked: bool) -> str:
+    """The quantiser and what its weights take."""
+    held = row.run.number("memory.weights_bytes")
+    told = row.form if held is None else f"{row.form}, {size(held)}"
+    return f"{told} {BUSY_MARK}" if marked and is_busy(row.run.result) else told
 
 
 def _styles(rows: Sequence[Row]) -> list[Any]:

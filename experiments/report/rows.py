@@ -21,6 +21,8 @@ _UNNAMED = (
 # Groups whose option is named where rows differ in it, and the option that goes without saying.
 _USUAL: Mapping[str, tuple[str, ...]] = {"acceptance": ("greedy",), "quantization": ("none", "?")}
 
+UNQUANTISED = "unquantised"  # the form of weights that are run as they are stored
+
 _LONGEST = 36  # characters of a value in a label
 
 
@@ -62,12 +64,14 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`speed`: what the group is ranked by, None where it was not timed. `dominated`: the label of a row that is at
-    least as fast and at least as good, and better in one of the two."""
+    """`speed`: what the group is ranked by, None where it was not timed. `form`: its quantiser, in as few words as tell
+    it from others of the group. `dominated`: the label of a row that is at least as fast and at least as good, and
+    better in one of the two."""
 
     run: Run
     label: str
     drafter: str
+    form: str = UNQUANTISED
     scores: Mapping[Measure, Value] = field(default_factory=dict)
     speed: float | None = None
     dominated: str | None = None
@@ -86,11 +90,16 @@ class Row:
         return Value.of(self.run.at("speedup"))
 
     @property
+    def whole(self) -> bool:
+        """Whether it is timed to its end, with the output that it should have."""
+        return self.speed is not None and self.status == "done" and self.verdict not in (None, "broken")
+
+    @property
     def comparable(self) -> bool:
         """Whether it may dominate another row, or be dominated: a whole run whose output is what it should be, of
         enough prompts for an interval."""
         few = self.speedup.n is not None and self.speedup.n < LEAST
-        return self.speed is not None and not few and self.status == "done" and self.verdict not in (None, "broken")
+        return self.whole and not few
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +140,14 @@ def _machine(run: Run) -> Any:
 
 
 def _group(runs: Sequence[Run]) -> Group:
-    labels = _labels(runs)
+    names = zip(_labels(runs), _weights(runs), strict=True)
     # where the rows' plain decoding differs in more than the moment, each speedup has another unit
     forms = {_plain([run.at("config.quantization"), run.at("config.attention")]) for run in runs}
     speed = "speedup" if len(forms) == 1 else "tokens per second"
     path = "speedup.value" if speed == "speedup" else "strategy.tokens_per_second"
     rows = [
-        Row(run, label, drafter(run), _scores(run), run.number(path)) for run, label in zip(runs, labels, strict=True)
+        Row(run, label, drafter(run), form, _scores(run), run.number(path))
+        for run, (label, form) in zip(runs, names, strict=True)
     ]
     rows.sort(key=lambda row: (row.verdict == "broken", row.speed is None, *_place(row), row.label))
     first = runs[0]
@@ -265,6 +275,23 @@ def _labels(runs: Sequence[Run]) -> list[str]:
             words.append("(replayed)" if len(set(sources)) == 1 else f"(replayed from {_replayed(runs[i])})")
         labels.append(" ".join(words))
     return _numbered(labels, runs)
+
+
+def _weights(runs: Sequence[Run]) -> list[str]:
+    """Their quantiser, and the keys of it in which those of one kind differ."""
+    parts = [run.at("config.quantization") for run in runs]
+    known = [(UNQUANTISED if (kind := _part(part)) in _USUAL["quantization"] else kind, _flat(part)) for part in parts]
+    return [
+        " ".join(
+            [kind]
+            + [
+                f"{key}={_shown(value)}"
+                for key, value in mine.items()
+                if not key.endswith("_target_") and any(k == kind and other.get(key) != value for k, other in known)
+            ]
+        )
+        for kind, mine in known
+    ]
 
 
 def _flat(config: Any, prefix: str = "") -> Mapping[str, Any]:

@@ -2,8 +2,9 @@
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,16 @@ from ..format import BUSY_MARK, busy_note, interval, is_busy, number, percent, s
 from ..seeds import spread
 from .changes import Change, Comparison
 from .load import Found, at, number_at
-from .rows import Group, Measure, Row, Value
+from .rows import UNQUANTISED, Group, Measure, Row, Value
 
 RANKED = "ranked by {speed}, broken rows last"
 UNTIMED = "nothing was timed: ranked by tokens per step (τ), broken rows last, which is not yet how fast they are"
 UNRANKED = "not ranked: no speed was measured"
+BESIDE = "÷ plain, unquantised"
+BESIDES = (
+    f"{BESIDE}: tokens/s over those of plain decoding with the weights as stored; speedup is over the row's own weights"
+)
+_PRODUCT = re.compile(r"int(\d)(?: × int8)? \((\w+)")  # of `implementation`: bits and what multiplies them
 REPLAYED = "replayed: the drafter on recorded answers; no model ran, so nothing was timed"
 PREDICTED = "; predicted is by T(k) of the recorded run and what drafting took in the replay"
 DOMINATED = (
@@ -43,6 +49,7 @@ def _interval(path: str) -> Callable[[Row], str]:
     return lambda row: interval(asdict(Value.of(row.run.at(path))))
 
 
+RATE = Column("tokens/s", _number("strategy.tokens_per_second", 1), 4)
 COLUMNS: Sequence[Column] = (
     Column("speedup [95 %]", _interval("speedup"), 1),
     Column("predicted", _number("predicted_speedup", 2, "×")),
@@ -50,7 +57,7 @@ COLUMNS: Sequence[Column] = (
     Column("τ", _number("strategy.tokens_per_step"), 2),
     Column("acceptance", lambda row: percent(row.run.number("strategy.acceptance_rate")), 3),
     Column("output", lambda row: _output(row), 0),
-    Column("tokens/s", _number("strategy.tokens_per_second", 1), 4),
+    RATE,
     Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 6),
     Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 5),
 )
@@ -69,9 +76,43 @@ def _output(row: Row) -> str:
 
 def columns(group: Group) -> list[Column]:
     """Those that say something of at least one row, and a column for each task."""
-    return [
-        column for column in (*COLUMNS, *_scores(group), *MEMORY) if any(column.show(row) != "–" for row in group.rows)
+    return [column for column in (*_speeds(group), *_scores(group), *MEMORY) if _says(column, group.rows)]
+
+
+def _speeds(group: Group) -> list[Column]:
+    """What the rows are ranked by stands first."""
+    if group.speed == "speedup":
+        return list(COLUMNS)
+    beside = Column(BESIDE, lambda row: number(_beside_plain(row, group), 2, "×"), 1)
+    return [replace(RATE, rank=1), beside, *(column for column in COLUMNS if column is not RATE)]
+
+
+def _beside_plain(row: Row, group: Group) -> float | None:
+    """Its tokens per second over those of plain decoding with the weights unquantised and the same KV layout."""
+    alike = [
+        o
+        for o in group.rows
+        if o.form == UNQUANTISED and o.run.at("config.attention") == row.run.at("config.attention")
     ]
+    rates = [o.run.number("strategy.tokens_per_second") for o in alike if o.drafter == "none"]
+    rates += [o.run.number("baseline.tokens_per_second") for o in alike]
+    plain, mine = next(filter(None, rates), None), row.run.number("strategy.tokens_per_second")
+    return None if plain is None or mine is None else mine / plain
+
+
+def _run_wider(group: Group) -> Iterator[str]:
+    """Of quantised weights whose product has no fewer bits: what they do not save."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in group.rows:
+        for bits, product in _PRODUCT.findall(str(row.run.at("implementation.linear"))):
+            if bits not in ("4", "8"):
+                found.setdefault((bits, product), []).append(row.label)
+    for (bits, product), labels in found.items():
+        wide = 4 if int(bits) < 4 else 8
+        yield (
+            f"{bits} bits run as {wide} here ({product}), as fast and as large in memory as {wide} bits, so that a "
+            f"difference in speed to those is noise or another draft: {', '.join(labels)}"
+        )
 
 
 def _scores(group: Group) -> list[Column]:
@@ -107,6 +148,9 @@ def notes(group: Group) -> list[str]:
         said.append(f"† {DOMINATED}")
     if (busy := busy_note([row.run.result for row in group.rows], "runs")) is not None:
         said.append(busy)
+    if any(_beside_plain(row, group) is not None for row in group.rows) and group.speed != "speedup":
+        said.append(BESIDES)
+    said += _run_wider(group)
     said += spread([row.run.result for row in group.rows])
     if replays := [row.run for row in group.rows if row.run.at("replay")]:
         foretold = any(run.number("predicted_speedup") is not None for run in replays)
@@ -140,7 +184,7 @@ def show(groups: Sequence[Group], found: Found, against: Comparison | None, cons
     for group in groups:
         console.print(Text(group.title, style="bold"))
         console.print(Text(" · ".join(filter(None, (group.machine, group.shared)))))
-        speed = [column for column in COLUMNS if column.rank is not None]
+        speed = [column for column in _speeds(group) if column.rank is not None]
         if len({WEIGHTS.show(row) for row in group.rows}) > 1:
             speed.append(WEIGHTS)
         scored = [column for column in _scores(group) if _says(column, group.rows)]

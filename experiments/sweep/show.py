@@ -11,14 +11,14 @@ from rich.text import Text
 
 from ..columns import Column, fit
 from ..columns import table as fitted
-from ..format import BUSY_MARK, busy_note, duration, interval, is_busy, number, percent
+from ..format import BUSY_MARK, busy_note, duration, interval, is_busy, number, percent, size
 from ..seeds import spread
 from .cells import LOG, CellOutcome
 
 _STYLE = {"done": "green", "interrupted": "yellow", "not started": "yellow"}  # the others are red
 _WIDEST = 500  # characters of a reason
 # What is left out of a table that has no room, the highest first.
-_RANKS = {"speedup [95 %]": 1, "τ": 3, "accepted": 4, "output": 0, "quality": 2, "time": 5}
+_RANKS = {"speedup [95 %]": 1, "τ": 4, "accepted": 5, "output": 0, "quality": 2, "KL": 2, "weights": 3, "time": 6}
 
 
 class Display:
@@ -72,6 +72,8 @@ def table(outcomes: Sequence[CellOutcome], width: int) -> Iterator[Table | str]:
     terminal has no room for a column a key, the values stand in one; then come notes."""
     found = [_numbers(outcome) for outcome in outcomes]
     shown = [name for name in _RANKS if any(row[name] != "–" for row in found)]
+    if len({row["weights"] for row in found if row["weights"] != "–"}) < 2:  # the same in all cells
+        shown = [name for name in shown if name != "weights"]
     status = Column("status", [_status(outcome) for outcome in outcomes], right=False)
     results = [status, *(Column(name, [row[name] for row in found], _RANKS[name]) for name in shown)]
     asked = [_asked(outcome.label) for outcome in outcomes]
@@ -118,12 +120,15 @@ def _numbers(outcome: CellOutcome) -> dict[str, str]:
     """By the names of their columns; – is what there is not."""
     r: Mapping[str, Any] = outcome.result or {}
     strategy, exactness = r.get("strategy") or {}, r.get("exactness") or {}
+    lost = (((r.get("quality") or {}).get("divergence") or {}).get("kl") or {}).get("value")
     return {
         "speedup [95 %]": interval(r["speedup"]) if r else "–",
         "τ": number(strategy.get("tokens_per_step")),
         "accepted": percent(strategy.get("acceptance_rate")),
         "output": "replayed" if r.get("replay") else exactness.get("verdict", "–"),
         "quality": "\n".join(_qualities(r.get("quality"))) or "–",
+        "KL": "–" if lost is None else f"{lost:.2g}",
+        "weights": size((r.get("memory") or {}).get("weights_bytes")),
         "time": duration(outcome.seconds),
     }
 

@@ -96,8 +96,10 @@ def test_the_certificate_of_a_quantised_run(bench: Bench, capsys: pytest.Capture
     assert "3 items lost, 1 gained; all are in flips.jsonl." in text
     headings = [line for line in text.splitlines() if line.startswith("### ")]
     assert headings == [
-        "### lost: maths m2, exact\\_match 1 → 0", "### lost: choices c-1.0, acc 1 → 0", "### gained: choices c1.0, acc 0 → 1"
-    ]  # fmt: skip
+        "### lost: maths m2, exact\\_match 1 → 0",
+        "### lost: choices c-1.0, acc 1 → 0",
+        "### gained: choices c1.0, acc 0 → 1",
+    ]
     item = text[text.index(headings[1]) : text.index(headings[2])]
     assert "B (right):\n\n    12 (log p: reference −1.50, this run −2.00)\n" in item
     assert "reference:\n\n    B is likeliest, C as likely to two digits\n" in item
