@@ -94,8 +94,8 @@ def draw(
     if Path(settings.path or "").suffix == ".jsonl":
         read = dict.fromkeys(row for at in places for row in stream.rows_of(at, at + settings.length))
     else:  # one long text, of which the rest was not read
-        name = Path(settings.path or "").name
-        read = dict.fromkeys(Read(f"{name}, token {at}", (str(tokenizer.decode(pieces[at])),)) for at in places)
+        parts = dict.fromkeys(str(tokenizer.decode(pieces[at])) for at in places)
+        read = dict.fromkeys([Read(Path(settings.path or "").name, tuple(parts))])
     return Pieces(drawn, hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16], tuple(read))
 
 

@@ -1,6 +1,7 @@
 """The job quantize, the copy that a run makes, and what is known of both."""
 
 import errno
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -305,7 +306,7 @@ def test_texts_are_the_same_by_thirteen_words_or_as_a_whole():
     a = Marks.of([("a", ["x y " + sentence(1)]), ("b", ["What is the capital of France?"])])
     shared = Marks.of([("long", [f"{sentence(1).upper()}, and more"]), ("short", ["what is  the capital of FRANCE"])])
     assert sorted(a.shared(shared)) == [("a", "long"), ("b", "short")]
-    assert not list(a.shared(Marks.of([("c", [sentence(1, words=12)]), ("d", ["the capital of France"])])))
+    assert not list(a.shared(Marks.of([("c", [sentence(1, 12) + " x"]), ("d", ["the capital of France"])])))
     many = Marks.of([(f"r{i}", [f"{sentence(7)} {i}"]) for i in range(3)])
     assert not list(many.shared(Marks.of([("x", [sentence(7)])])))  # an instruction that all have
     rest = [(f"o{i}", [sentence(100 + i)]) for i in range(40)]
@@ -314,6 +315,51 @@ def test_texts_are_the_same_by_thirteen_words_or_as_a_whole():
     )  # that three questions are about
     assert [pair[1] for pair in passage.shared(Marks.of([("x", [sentence(7)])]))] == ["x"]
     assert check_overlap(a, Marks.of([]), "refuse") == []
+
+
+CHINESE = "数据集中的每一行都由一个问题和它的答案组成而模型只会看到其中的问题"
+THAI = "แมวสีดำตัวหนึ่งนอนหลับอยู่บนหลังคาบ้านไม้หลังเก่าริมแม่น้ำสายใหญ่"
+
+
+@pytest.mark.parametrize(
+    ("read", "asked", "found"),
+    [
+        (f"said: {sentence(1)}. {sentence(2)}", sentence(1, words=7), True),  # a short one inside a longer text
+        (f"said: {sentence(1)}. {sentence(2)}", f"{sentence(1, words=7)} now", False),
+        (f"{sentence(1)}. {sentence(2)}", f"{sentence(1, words=12)} {sentence(2)[:20]}", False),
+        (f"前言，{CHINESE}。后记", CHINESE[2:30] + "吗？", True),  # without spaces
+        (f"前言，{CHINESE}。后记", CHINESE[2:27] + "吗？", False),  # 25 characters are less than 13 words
+        (f"前言，{CHINESE}。后记", CHINESE[3:15], True),
+        (f"前言，{CHINESE}。后记", CHINESE[3:14], False),
+        (f"ก {THAI} ข", f"นก {THAI[2:-2]} ปลา", True),
+        (f"ก {THAI} ข", f"นก {THAI[2:50]} ปลา", False),
+    ],
+)
+def test_texts_are_the_same_inside_of_others_and_without_spaces(read, asked, found):
+    pairs = list(Marks.of([("read", [read])]).shared(Marks.of([("asked", [asked])])))
+    assert pairs == [("read", "asked")] * found
+
+
+def test_marks_of_earlier_versions_are_read():
+    """Of 13 words in a row, and of a shorter text as a whole."""
+    words = sentence(1).split()
+    texts = [" ".join(words[:13]), "what is the capital of the north of france"]
+    old = Marks({hashlib.blake2b(text.encode(), digest_size=8).hexdigest(): "old" for text in texts})
+    for text in (f"x {sentence(1)}", "What is the capital of the north of France?"):
+        assert list(old.shared(Marks.of([("asked", [text])]))) == [("old", "asked")]
+    instruction = Marks.of([(f"r{i}", [f"{sentence(1)} {i}"]) for i in range(3)])
+    assert not list(old.shared(instruction))
+
+
+@pytest.mark.parametrize("name", ["few.jsonl", "few.txt"])
+def test_rows_that_fill_the_tokens_again_and_again_are_no_instruction(source, tmp_path, name):
+    texts = [sentence(i) for i in range(8)]
+    lines = texts if name.endswith("txt") else [json.dumps({"prompt": text}) for text in texts]
+    (tmp_path / name).write_text("".join(f"{line}\n" for line in lines * 20))
+    settings = Calibration(str(tmp_path / name), tokens=8192, length=128)
+    read = Marks.of_pieces(load_calibration(settings, "gptq", source.tokenizer, 128))
+    judged = Marks.of([(str(i), [text]) for i, text in enumerate(texts)])
+    assert {asked for _, asked in read.shared(judged)} == set("01234567")
 
 
 def test_short_questions_of_a_file_are_known(tmp_path):
@@ -333,7 +379,7 @@ def test_rows_that_were_not_drawn_are_not_counted(source, calibration):
     pieces = load_calibration(Calibration(str(calibration), tokens=64, length=32), "gptq", source.tokenizer, 128)
     assert (pieces.tokens, len(pieces.pieces)) == (64, 2)
     assert 2 <= len(pieces.read) <= 6
-    rest = draw(Calibration(str(calibration), tokens=640, length=32), source.tokenizer, 128, pieces.pieces)
+    rest = draw(Calibration(str(calibration), tokens=640, length=32), source.tokenizer, 128, without=pieces.pieces)
     assert not set(rest.pieces) & set(pieces.pieces)
 
 
