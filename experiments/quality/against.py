@@ -333,7 +333,11 @@ def _answers(found: Mapping[str, Any]) -> str:
     """What the tasks say: how many answers flipped, and where that is more than chance."""
     effects = {name: (task["verdict"], task["metrics"][task["main"]]) for name, task in found["tasks"].items()}
     binary = {name: effect for name, (_, effect) in effects.items() if effect["n01"] is not None}
-    rest = [f"{name} {difference(effect)}" for name, (_, effect) in effects.items() if name not in binary]
+    rest = [
+        f"{name} {difference(effect)}"
+        for name, (verdict, effect) in effects.items()
+        if name not in binary and verdict not in ("worse", "better")  # which are told below
+    ]
     told = [_some(rest)] if rest else []
     if binary:
         flipped = [(one["n10"], one["n01"]) for one in binary.values()]
@@ -349,7 +353,7 @@ def _answers(found: Mapping[str, Any]) -> str:
     ]
     same = all(task["verdict"] == "equivalent" for task in found["tasks"].values())
     judged = "; ".join(clear) or (f"the same within {found['epsilon']:g}" if same else "too few to be sure")
-    return f"Answers: {'; '.join(told)}: {judged}."
+    return f"{'Answers' if binary else 'Scores'}: {': '.join(filter(None, ('; '.join(told), judged)))}."
 
 
 def _some(names: Sequence[str]) -> str:

@@ -217,7 +217,7 @@ def quality(group: Group, colours: Mapping[str, str]) -> Picture | None:
     columns = min(2, len(panels))
     lines = ceil(len(panels) / columns)
     drawn = [row for row in group.rows if any(row is spot.row for _, spots in panels for spot in spots)]
-    forms = list(dict.fromkeys(row.form for row in drawn))
+    forms = sorted({row.form for row in drawn})
     marks = {form: MARKS[i % len(MARKS)] for i, form in enumerate(forms)}
     with canvas(2.7 * lines + 0.2 + 0.25 * (len(forms) > 1), rows=lines, columns=columns) as (figure, grid):
         cells = list(grid) if len(panels) > 1 else [grid]

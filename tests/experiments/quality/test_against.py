@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from decodelab.errors import UserError
-from decodelab.experiments.quality.against import compare, compare_kept, flips
+from decodelab.experiments.format import folded
+from decodelab.experiments.quality.against import compare, compare_kept, flips, overall
 from decodelab.experiments.quality.comparable import refuse
 from decodelab.experiments.quality.run_quality import RunQuality, read_quality
 from decodelab.experiments.statistics import detectable_flips, detectable_mean, mcnemar, mean_interval, score_interval
@@ -359,7 +360,8 @@ def test_flips_hold_what_changed_worst_first(tmp_path):
         ("t", 1, -1.0), ("f1", 1, -0.3), ("f1", 2, 0.1), ("t", 2, 1.0)
     ]  # fmt: skip
     assert found[0] == {
-        "task": "t", "id": 1, "category": None, "prompt": "what is 1?", "gold": "1", "metric": "acc", "gain": -1.0,
+        "task": "t", "id": 1, "category": None, "prompt": "what is 1?", "gold": "1", "choices": None,
+        "metric": "acc", "gain": -1.0,
         "mine": {"score": 0.0, "responses": ["1: 0"], "truncated": [False]},
         "reference": {"score": 1.0, "responses": ["1: 1"], "truncated": [False]},
     }  # fmt: skip
@@ -660,6 +662,39 @@ def shown(found: Mapping[str, Any], width: int = 80) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def test_what_decided_is_said_in_words_with_its_bounds():
+    few, errors = flipped(26, 4, 1), flipped(40, 0, 30)  # wrong answers, then errors that came
+    runs = [
+        run(arc=task("arc", few[i]), wer=task("wer", errors[i], higher_is_better=False), f1=task("f1", [0.5, 0.25]))
+        for i in (0, 1)
+    ]
+    found = compare(*runs, epsilon=0.02)
+    assert found["tasks"]["wer"]["verdict"] == "worse"
+    verdict, words = overall(found, None)
+    assert verdict == "worse"
+    clear = "clearly worse in wer +0.750 [+0.597, +0.858]"
+    assert words == f"Answers: 34 of 66 became wrong, 1 became right; f1 +0.000: {clear}."
+    longer = [run(text=task("text", [base] * 40, main="f1")) for base in (0.5, 0.75)]
+    longer = overall(compare(*longer, epsilon=0.02), None)
+    assert longer == ("worse", "Scores: clearly worse in text −0.250 [−0.250, −0.250].")
+    one, same = (
+        compare(*(run(arc=task("arc", pair[i])) for i in (0, 1)), epsilon=0.02) for pair in (few, [[1] * 900] * 2)
+    )
+    about = {"reference": one["reference"], "tokens": 219, "agreement": {"value": 0.648}, "floor": {"kl": 5e-4}}
+    kl = {"value": 0.31, "low": 0.25, "high": 0.39}
+    answers = "Answers: 4 of 26 became wrong, 1 became right: too few to be sure."
+    told = "35.2 % of 219 likeliest next tokens changed; KL 0.31 [0.25, 0.39], where 0.02 is allowed."
+    assert overall(one, {**about, "kl": kl}) == ("worse", f"Word by word clearly different: {told} {answers}")
+    for changed, judged in (({"high": 0.019, "low": 0.01}, "the same"), ({"low": 0.01}, "unclear")):
+        assert f"{answers} Word by word {judged}: 35.2 % " in overall(one, {**about, "kl": kl | changed})[1]
+    loud = overall(one, {**about, "kl": kl, "floor": {"kl": 0.5}})
+    assert loud[0] == "undecided"
+    assert loud[1].endswith("KL 0.31 [0.25, 0.39], where rounding alone makes 0.5.")
+    assert overall(same, None) == (
+        "equivalent", "Answers: 0 of 900 became wrong, 0 became right: the same within 0.02."
+    )  # fmt: skip
+
+
 def test_the_table():
     texts = {"kind": "perplexity", "main": "word_perplexity", "higher_is_better": False}
     grown = np.random.default_rng(0).uniform(1.1, 1.3, 20)
@@ -674,6 +709,8 @@ def test_the_table():
     lines = shown(compare(*runs, epsilon=0.02, allow=["batch"]))
     text = " ".join(lines)
     assert lines[0] == "against runs/here, which differs in digests.weights, batch"
+    keys = [*(f"quantization.{i}" for i in range(4)), "model.path", *(f"drafting.{i}" for i in range(3))]
+    assert folded(keys) == ["quantization", *keys[4:]]
     assert any(
         line.startswith("arc ") and "0.945  -0.082 [-0.141, -0.025]" in line and "+12 −30" in line for line in lines
     )

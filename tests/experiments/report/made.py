@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from decodelab.experiments.format import NOISY
 from decodelab.experiments.report.load import Run
 
 LOOKUP = "decodelab.drafting.prompt_lookup.PromptLookup"
@@ -90,6 +91,29 @@ def quality(measures: str = "decoding", higher: bool = True, n: int = 10, **scor
         },
         "backend": "ours", "against": None, "interrupted": False,
     }  # fmt: skip
+
+
+def quantised() -> list[Run]:
+    """Weights as stored and quantised, plain and drafted for: of two prompts, the quantised ones on a busy machine."""
+    found = []
+    for bits, score, rate, held in ((None, 0.6, 10.0, 400), (4, 0.5, 15.0, 200), (3, 0.4, 14.0, 200)):
+        for drafted in (False, True):
+            form = {"_target_": f"decodelab.quantization.{'rtn.RTN' if bits else 'none.AsStored'}"}
+            drafting = {"_target_": LOOKUP if drafted else "decodelab.drafting.none.Nothing"}
+            changes: dict[str, Any] = {
+                "config__drafting": drafting,
+                "config__quantization": {**form, "bits": bits} if bits else form,
+                "speedup": interval(2.0 if drafted else 1.0, n=2),
+                "strategy__tokens_per_second": rate * (1 + drafted),
+                "baseline__tokens_per_second": rate,
+                "memory__weights_bytes": held * 2**20,
+                "quality": quality(gsm=score),
+                "warnings": [NOISY] if bits else [],
+            }
+            made = run(f"{bits}-{drafted}", **changes)
+            made = Run(made.folder, {**made.result, "implementation": {"linear": f"int{bits} (int4pack), onednn"}})
+            found.append(made)
+    return found
 
 
 def sample(name: str, plain: float, ours: float, tokens: int = 11, batch: int = 0, **more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from decodelab.experiments.report.drawing import DARK, LIGHT, WIDEST, Picture, p
 from decodelab.experiments.report.load import Run
 from decodelab.experiments.report.plots import SHOWN, pictures
 from decodelab.experiments.report.rows import Group, grouped
-from decodelab.tests.experiments.report.made import interval, quality, run
+from decodelab.tests.experiments.report.made import interval, quality, quantised, run
 
 NAMES = ["speedup", "positions", "phases", "categories", "quality", "costs"]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -67,8 +67,8 @@ def test_acceptance_by_position_in_two_panels(full: Mapping[str, Picture]):
 def test_positions_that_few_drafts_reached_have_no_share():
     few = [{"rate": 0.9, "conditional": 0.9, "reached": 9}, {"rate": 0.1, "conditional": 1.0, "reached": 4}]
     picture = drawn(run(strategy__acceptance_by_position=few))["positions"]
-    assert lines(picture, 0) == [[(1.0, 0.9), (2.0, 0.1)]]
-    assert lines(picture, 1) == [[(1.0, 0.9)]]
+    assert lines(picture, 0) == [[(1.0, 0.9), (2.0, 0.1)], [(2.0, 0.1), (2.3, 0.1)]]  # and what leads to its name
+    assert lines(picture, 1) == [[(1.0, 0.9)], [(1.0, 0.9), (2.3, 0.9)]]
 
 
 def test_phases_are_milliseconds_of_a_token(full: Mapping[str, Picture]):
@@ -109,6 +109,34 @@ def test_quality_has_a_panel_a_task_with_its_front(full: Mapping[str, Picture]):
     assert found[0] == [(3.0, 0.6)]  # the front
     assert [(2.0, 0.5)] in found
     assert [(2.0, 0.9)] in found
+
+
+def test_quantisers_are_told_apart_and_have_a_front_whatever_they_were_measured_on():
+    picture = drawn(*quantised())["quality"]
+    assert lines(picture)[0] == [(20.0, 0.6), (30.0, 0.5)]  # of the drafted ones
+    (axes,) = picture.figure.axes
+    drawn_alone = [line for line in axes.get_lines() if len(line.get_xdata()) == 1]
+    dots = {
+        (float(line.get_xdata()[0]), float(line.get_ydata()[0])): (line.get_marker(), line.get_color())
+        for line in drawn_alone
+    }
+    assert dots == {
+        (10.0 * rate * (1 + drafted), score): (shape, LIGHT["c1" if drafted else "c0"])
+        for shape, rate, score in (("^", 1.0, 0.6), ("s", 1.5, 0.5), ("o", 1.4, 0.4))
+        for drafted in (False, True)
+    }
+    said = texts(picture)
+    assert {"rtn bits=4, 200.0 MiB ‡", "rtn bits=3, 200.0 MiB ‡", "unquantised, 400.0 MiB"} <= set(said)
+    assert {"prompt_lookup", "no drafter", "rtn bits=3", "rtn bits=4", "unquantised"} <= set(said)
+    assert "‡ 4 of 6 were timed on a busy machine: the front may be noise." in picture.about
+    assert "6 of 6 were timed on too few prompts" in picture.about
+
+
+def test_lines_of_one_drafter_have_a_colour_each_that_their_names_share():
+    axes = drawn(*quantised())["positions"].figure.axes[0]
+    traced = {line.get_color() for line in axes.get_lines()}
+    assert len(traced) == 6
+    assert {text.get_color() for text in axes.texts} == traced
 
 
 def test_where_less_is_better_the_best_is_still_on_top():

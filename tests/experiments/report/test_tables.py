@@ -13,7 +13,7 @@ from decodelab.experiments.report.changes import Change, Comparison, compare
 from decodelab.experiments.report.load import Found, Run, Unfinished, at
 from decodelab.experiments.report.rows import Value, grouped
 from decodelab.experiments.report.tables import comma_separated, markdown, notes, score, show
-from decodelab.tests.experiments.report.made import interval, quality, result, run, sample, write
+from decodelab.tests.experiments.report.made import interval, quality, quantised, result, run, sample, write
 
 CELLS = (Unfinished(run().folder, "drafting=medusa", "out_of_memory", "killed | at <8> GB"),)
 
@@ -246,3 +246,17 @@ def test_the_terminal_shows_bytes_where_they_differ():
     assert "weights in memory" not in terminal(alike, width=200)[2]
     more = run("c", config__seed=2, memory__weights_bytes=2**19)
     assert "weights in memory" in terminal([*alike, more], width=200)[2]
+
+
+def test_quantised_weights_are_set_beside_plain_decoding_of_those_as_stored():
+    lines = terminal(quantised(), width=300)
+    assert lines[2].split()[:5] == ["strategy", "tokens/s", "÷", "plain,", "unquantised"]
+    rates = [line.partition("‡")[2].split() or line.split()[1:] for line in lines[4:10]]
+    assert [" ".join(row[:2]) for row in rates] == [
+        "30.0 3.00×", "28.0 2.80×", "20.0 2.00×", "15.0 1.50×", "14.0 1.40×", "10.0 1.00×",
+    ]  # fmt: skip
+    (wider,) = [line for line in lines if "run as" in line]
+    assert wider.startswith("3 bits run as 4 here (int4pack), as fast and as large in memory as 4 bits")
+    assert wider.endswith(": prompt_lookup rtn bits=3, none rtn bits=3")
+    alone = terminal([run for run in quantised() if "rtn" not in str(run.at("config.quantization"))], width=300)
+    assert not any("÷ plain" in line or "run as" in line for line in alone)

@@ -89,6 +89,16 @@ def test_a_row_a_cell_and_a_column_an_axis():
     assert rows[2].split() == ["draft_model", "1", "out_of_memory", *"––––––"]
 
 
+def test_kl_and_bytes_stand_in_the_row_where_they_are_known_and_differ():
+    lost = {"tasks": {}, "divergence": {"kl": {"value": 0.3125}}}
+    small, whole = ({**result("key"), "memory": {"weights_bytes": n * 2**20}} for n in (165, 310))
+    cells = [outcome("bits=4", found={**small, "quality": lost}), outcome("bits=8", found=whole)]
+    head, _, *rows = shown(cells, 120)
+    assert head.split()[-4:] == ["output", "KL", "weights", "time"]
+    assert [row.split()[-6:-2] for row in rows] == [["exact", "0.31", "165.0", "MiB"], ["exact", "–", "310.0", "MiB"]]
+    assert "weights" not in shown(cells[:1], 120)[0]
+
+
 def test_a_narrow_terminal_has_one_column_for_all_keys_and_loses_nothing_unsaid():
     labels = ("jacobi window=3 ngrams=2", "prompt_lookup max_draft=8 per_match=0.5", "none")
     cells = [outcome(f"drafting={label} drafting.seed=1", found=result("key")) for label in labels]
