@@ -16,16 +16,18 @@ from ..decoding.model.config import ModelConfig
 from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
+from ..quantization.formats import NATIVE
 from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import RunConfig
 from .format import counted, size
 from .hardware import describe_device
+from .identity import calibrated_on, overlaps
 from .quality.evaluate import check_quality
 from .quantise import as_read, kept_blocks, planned
 from .quantising import Quantising
 from .replay import Recording, open_recording
 from .sweep.grid import Cell
-from .targets import describe
+from .targets import Answer, answer
 from .tasks import FORMATS, Task, TaskSettings, load_task, read_rows
 
 _EXPECTED: dict[Exactness, str] = {
@@ -47,8 +49,8 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class _Look:
-    """What can be known of a configuration from here. `absent`: models that are to be fetched. A replay of ids has no
-    target."""
+    """What can be known of a configuration from here. `absent`: models that are to be fetched; `overlaps`: texts that a
+    run is judged by and was calibrated on; `served`: by the key `target`. A replay of ids has no target."""
 
     target: Source | NotHere | None
     absent: list[str]
@@ -56,6 +58,17 @@ class _Look:
     composition: Composition
     recording: Recording | None = None
     quantising: Quantising | None = None
+    overlaps: Sequence[str] = ()
+    served: Answer | None = None
+
+    def __str__(self) -> str:
+        if self.refused and self.served is not None:
+            return f"refused, because {self.served.target} has no kernel for what would be written"
+        return str(self.composition)
+
+    @property
+    def refused(self) -> bool:
+        return self.composition.verdict == "refused" or (self.served is not None and self.served.found is False)
 
 
 def check(config: RunConfig) -> int:
@@ -86,9 +99,8 @@ def check(config: RunConfig) -> int:
             rows["quantization"] = str(look.quantising)
         if kept is not None:
             rows["quantization"] = kept["settings"]
-        if config.target is not None:
-            source = target if isinstance(target, Source) else None
-            rows[config.target] = describe(config.target, look.quantising, source)
+        if look.served is not None:
+            rows[look.served.target] = str(look.served)
         rows["drafting"] = _drafter(config.drafting)
         rows["acceptance"] = _rule(config.acceptance)
         rows["task"] = _prompts(task, config.task)
@@ -101,12 +113,12 @@ def check(config: RunConfig) -> int:
         table.add_row(name, text)
     Console(markup=False, highlight=False).print(table)
     doubts = look.quantising.warnings if look.quantising is not None else () if kept is None else kept["warnings"]
-    for warning in [*composition.warnings, *doubts, *filter(None, [unused_gpu()])]:
+    for warning in [*composition.warnings, *look.overlaps, *doubts, *filter(None, [unused_gpu()])]:
         print(f"warning: {warning}")
     if absent:
         print(f"warning: {_ABSENT}")
-    print(composition)
-    return 2 if composition.verdict == "refused" else 0
+    print(look)
+    return 2 if look.refused else 0
 
 
 def check_cells(cells: Sequence[Cell], configs: Sequence[RunConfig]) -> int:
@@ -118,8 +130,8 @@ def check_cells(cells: Sequence[Cell], configs: Sequence[RunConfig]) -> int:
         try:
             resolve_dtype(config.dtype, resolve_device(config.device))
             look = _look(config, opened, loaded)
-            told, wrong = str(look.composition), look.composition.verdict == "refused"
-            warnings.update(dict.fromkeys(look.composition.warnings))
+            told, wrong = str(look), look.refused
+            warnings.update(dict.fromkeys([*look.composition.warnings, *look.overlaps]))
             absent.update(dict.fromkeys(look.absent))
         except UserError as error:
             told, wrong = f"refused, because {error}", True
@@ -149,12 +161,17 @@ def _look(
     target = as_read(config, target) if isinstance(target, Source) else target
     absent = [str(model) for model in (target, *drafts) if isinstance(model, NotHere)]
     task = loaded(config.task)
-    check_quality(config, target if isinstance(target, Source) else None)
+    exam = check_quality(config, target if isinstance(target, Source) else None)
     known = None if absent or isinstance(target, NotHere) else target
     composition = resolve(config, known, task)
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
     quantising = None if known is None else planned(config, known, dtype)
-    return _Look(target, absent, task, composition, quantising=quantising)
+    overlapping: Sequence[str] = ()
+    if known is not None and config.format == NATIVE.title:  # another one is of quantize, which judges nothing
+        calibrated = calibrated_on(quantising, config.model.path)
+        overlapping = overlaps(calibrated, task, {} if exam is None else exam.tasks)
+    served = None if config.target is None else answer(config.target, quantising, known)
+    return _Look(target, absent, task, composition, None, quantising, overlapping, served)
 
 
 def _opened(spec: ModelSpec) -> Source | NotHere:

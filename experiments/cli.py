@@ -77,8 +77,8 @@ def _in_one_line(do: Callable[[], int]) -> int:
         return do()
     except UserError as error:
         return _fail(2, str(error))
-    except KeyboardInterrupt:
-        return _fail(130, "interrupted; what was finished before is kept")
+    except KeyboardInterrupt as ended:
+        return _fail(130, str(ended) or "interrupted; what was finished before is kept")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return _fail(2, f"the name of a file or folder is too long for this disk: {error.filename}")

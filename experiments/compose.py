@@ -207,6 +207,8 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
         if key in options and key not in known:
             raise UserError(f"a file of the group {key} has the keys of a run: begin it with '# @package _global_'")
         if key not in known:
+            if near := _elsewhere(key, content):
+                raise UserError(f"{key} is unknown: did you mean {' or '.join(near)}?")
             raise UnknownKeyError(key, known)
     trusted = Constructor().build(content["trusted"], tuple[str, ...], "trusted")
     content = content | {"drafting": _with_members(content["drafting"], options["drafting"])}
@@ -217,6 +219,13 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
             raise UserError(str(error)) from None
         raise OtherOptionError(f"{error}; it is a key of {owners}") from None
     return replace(config, resolved=content)
+
+
+def _elsewhere(key: str, content: Mapping[str, Any]) -> list[str]:
+    """Keys of parts that end so."""
+    parts = {part: value for part, value in content.items() if isinstance(value, Mapping)}
+    found = [f"{part}.{key}" for part, value in parts.items() if key in value]
+    return found + [f"{part}.{inner}" for part, value in parts.items() for inner in _elsewhere(key, value)]
 
 
 def _with_members(drafting: Any, options: Mapping[str, Path]) -> Any:

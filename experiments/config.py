@@ -40,11 +40,12 @@ class LayerSearch:
 @dataclass(frozen=True, slots=True)
 class QuantizeJob:
     """`least`: share of the weights in the model's blocks that must come to be quantised. Of overrides=auto: `budget`,
-    bits a weight, or bytes if it is above 32 (None: what one bit more for all layers takes); `parts`: the blocks are
-    tried in so many parts; `tokens` of text that the calibration does not read, from `path` (None: its own)."""
+    bits a weight, or bytes if it is above 32, of the quantised layers alone (None: what one bit more for all of them
+    takes); `parts`: the blocks are tried in so many parts; `tokens` of text that the calibration does not read, from
+    `path` (None: its own)."""
 
     least: float = 0.9
-    budget: float | None = None
+    budget: float | str | None = None  # a text is refused
     parts: int = 5
     tokens: int = 2048
     path: str | None = None
@@ -52,6 +53,8 @@ class QuantizeJob:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= 1:
             raise UserError(f"quantize.least must be between 0 and 1, got {self.least}")
+        if isinstance(self.budget, str):
+            raise UserError(f"quantize.budget must be bytes, or bits a weight up to 32, got {self.budget!r}")
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise UserError(f"quantize.budget must be above 0 and finite, got {self.budget}")
         for name in ("parts", "tokens"):

@@ -16,7 +16,7 @@ from ..quantization.formats import NATIVE
 from .composition import layout_of, resolve_device, resolve_dtype
 from .config import RunConfig
 from .lab import Progress, draft_digest
-from .overlap import Marks, Overlap
+from .overlap import Marks, Overlap, check_overlap, judging
 from .quality.evaluate import quality_digest
 from .quantise import as_read, kept_blocks, planned
 from .quantised_folder import READ, REPORT, copy_of, read_record
@@ -68,15 +68,27 @@ class Identity:
     def calibrated(self) -> tuple[Marks, Overlap] | None:
         """What the quantised weights that are decoded, or will be, were calibrated on; and what to do where they are
         judged by it."""
-        made = self.quantising
-        if made is not None:
-            read = made.settings.calibration
-            return None if read is None or made.pieces is None else (Marks.of_pieces(made.pieces), read.overlap)
-        folder = _folder(self.resolved["model"]["path"])
-        if not (folder / READ).is_file():
-            return None
-        known = read_record(folder, READ)
-        return Marks(known["marks"]), known["overlap"]
+        return calibrated_on(self.quantising, self.resolved["model"]["path"])
+
+
+def calibrated_on(made: Quantising | None, path: str | None) -> tuple[Marks, Overlap] | None:
+    """As `Identity.calibrated`, of the model at `path`."""
+    if made is not None:
+        read = made.settings.calibration
+        return None if read is None or made.pieces is None else (Marks.of_pieces(made.pieces), read.overlap)
+    folder = _folder(path)
+    if not (folder / READ).is_file():
+        return None
+    known = read_record(folder, READ)
+    return Marks(known["marks"]), known["overlap"]
+
+
+def overlaps(calibrated: tuple[Marks, Overlap] | None, task: Task | None, asked: Mapping[str, Any]) -> list[str]:
+    """What the target was, or will be, calibrated on must not be what it is judged by. `asked`: lm-eval's tasks."""
+    if calibrated is None:
+        return []
+    marks, how = calibrated
+    return check_overlap(marks, judging(task.items if task is not None else (), asked), how)
 
 
 def _folder(path: str | None) -> Path:

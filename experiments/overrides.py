@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def search(
     back = {name: settings_of(gone, name).scheme(now.shape) for name, now in uniform.schemes.items()}
     nbytes, more = _prices(uniform.schemes, back, form)
     weights = sum(map(prod, layer_shapes(ModelConfig.from_hf(source.config)).values()))
-    room = _budget(job, weights, nbytes, nbytes + sum(more.values()), base.bits) - nbytes
+    room = _budget(job, weights, nbytes, nbytes + sum(more.values()), base.bits, uniform.nbytes_beside) - nbytes
     text = HeldOut(source, held_out(uniform, job), progress)
     kl, units = _units(_quantised(uniform, progress), more, text, job.parts, progress)
     taken = best(units, room)
@@ -160,7 +161,8 @@ def search(
     if base.bits + 1 < BACK:
         rival = plan(replace(base, bits=base.bits + 1), source, dtype, form)
         trials.append(_trial(rival, text, progress))
-    settings = replace(base, overrides=_with(base, [name for unit in taken for name in unit.layers]))
+    chosen = [name for unit in taken for name in unit.layers]
+    settings = replace(base, overrides=_with(base, chosen, list(uniform.layers)))
     return Chosen(settings, tuple(units), taken, kl, text, form, tuple(trials))
 
 
@@ -206,15 +208,17 @@ def _stored(form: Format, codes: Codes) -> int:
     return sum(tensor.nbytes for tensor in form.write("layer", codes).values())
 
 
-def _budget(job: QuantizeJob, weights: int, least: int, most: int, bits: int) -> int:
-    """Bytes of all layers, which take `least` with none gone back, and `most` with all."""
+def _budget(job: QuantizeJob, weights: int, least: int, most: int, bits: int, rest: int) -> int:
+    """Of all layers, which take `least` bytes with none gone back, `most` with all; `rest`: of what is beside them."""
+    assert not isinstance(job.budget, str)  # it was refused
     if job.budget is None:
         return least + weights // 8
     given = job.budget * weights / 8 if job.budget <= 32 else job.budget
 
     def all_in(width: int, nbytes: int, rounded: Callable[[float], int]) -> str:
         a_weight = rounded(8000 * nbytes / weights) / 1000  # so that it is a budget that can be given
-        return f"the {a_weight:.3f} bits a weight, {nbytes} bytes, that all layers take in {width} bits"
+        beside = f"beside {rest / 1e6:.1f} MB of the folder that are not of the budget"
+        return f"the {a_weight:.3f} bits a weight, {nbytes} bytes, that all layers take in {width} bits, {beside}"
 
     if given < least:
         told = all_in(bits, least, ceil)
@@ -321,8 +325,14 @@ def _trial(plan: Quantising, text: HeldOut, progress: Progress) -> Trial:
     return Trial(plan.label, nbytes, 8 * nbytes / text.weights, kl)
 
 
-def _with(settings: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Overrides by which these layers have 8 bits, and else what the settings' own overrides say of them."""
+def _with(settings: Any, names: Sequence[str], layers: Sequence[str] = ()) -> dict[str, Any]:
+    """Overrides by which these layers have 8 bits, and else what the settings' own overrides say of them. `layers`: all
+    that there are, of which a kind that is wholly among `names`, and told alike, is one pattern."""
     own = settings.overrides
     said = {name: {} if (pattern := deciding(own, name)) is None else own[pattern] for name in names}
-    return {**own, **{name: {**keys, "bits": BACK} for name, keys in said.items()}}
+    found = {name: {**keys, "bits": BACK} for name, keys in said.items()}
+    for pattern in dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names):
+        fits = [name for name in layers if fnmatchcase(name, pattern)]
+        if fits and all(name in found and found[name] == found[fits[0]] for name in fits):
+            found = {name: keys for name, keys in found.items() if name not in fits} | {pattern: found[fits[0]]}
+    return {pattern: keys for pattern, keys in own.items() if pattern not in found} | found

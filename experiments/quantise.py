@@ -1,5 +1,6 @@
 """The job `quantize`, and the quantised copy that a run with quantization= decodes."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,14 @@ def quantize_job(config: RunConfig) -> int:
         )
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
     check_output(folder)
-    settings, chosen = config.quantization, None
+    settings, chosen, began = config.quantization, None, time.monotonic()
     with Watch() as watch, Heard() as heard:
         source = open_source(config.model, watch.step)
         if settings.overrides == AUTO:
-            chosen = search(settings, source, dtype, form, config.quantize, watch.step)
+            try:
+                chosen = search(settings, source, dtype, form, config.quantize, watch.step)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("interrupted; of what was tried nothing is kept") from None
             settings = chosen.settings
         made = plan(settings, source, dtype, form, config.quantize.least)
         if chosen is not None:
@@ -92,7 +96,7 @@ def quantize_job(config: RunConfig) -> int:
         (export if form.title == GGUFBlocks.title else write)(made, folder, watch.step)
         if chosen is not None:
             chosen = chosen.verified(folder)
-    show(folder, read_record(folder, REPORT), chosen)
+    show(folder, read_record(folder, REPORT), time.monotonic() - began, chosen)
     for told in heard.texts:
         print(f"note: {told}")
     return 0

@@ -11,7 +11,8 @@ from .overrides import Chosen
 from .table import columns
 
 
-def show(folder: Path, record: dict[str, Any], chosen: Chosen | None = None) -> None:
+def show(folder: Path, record: dict[str, Any], seconds: float, chosen: Chosen | None = None) -> None:
+    """`seconds`: of the whole, with the search for overrides."""
     console = Console(highlight=False, markup=False)
     layers = record["layers"]
     if chosen is not None:
@@ -31,6 +32,9 @@ def show(folder: Path, record: dict[str, Any], chosen: Chosen | None = None) -> 
             worst["name"].split(".")[2],
         )
     console.print(table)
+    lost = "weights" if record["calibration"] is None else "outputs on the calibration text"
+    told = f"error: what is lost of the layers' {lost}, squared, as a share of 1: the mean and the worst layer's"
+    console.print(told, soft_wrap=True)
     told = f"{len(layers)} layers quantised, {len(record['skipped'])} left as they are"
     console.print(f"{told}: {record['share']:.1%} of the weights in the blocks", soft_wrap=True)
     for why, n in Counter(record["skipped"].values()).items():
@@ -41,7 +45,11 @@ def show(folder: Path, record: dict[str, Any], chosen: Chosen | None = None) -> 
         console.print(f"warning: {warning}", soft_wrap=True)
     peak = "unknown" if record["peak_bytes"] is None else size(float(record["peak_bytes"]))
     before = f", {record['resumed']} blocks of them done before" if record["resumed"] else ""
-    console.print(f"{duration(record['seconds'])}{before}; peak memory of the process {peak}", soft_wrap=True)
+    made = "" if chosen is None else f", {duration(record['seconds'])} of it for the weights"
+    console.print(f"{duration(seconds)}{made}{before}; peak memory of the process {peak}", soft_wrap=True)
+    whole = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf")) / 1e6
+    of = sum(layer["nbytes"] for layer in layers) / 1e6
+    console.print(f"{whole:.2f} MB of weights, {of:.2f} of them the quantised layers'", soft_wrap=True)
     console.print(f"written to {folder}; model.path={folder}", soft_wrap=True)
 
 

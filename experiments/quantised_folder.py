@@ -26,6 +26,7 @@ from ..quantization.codes import Scheme
 from ..quantization.dequantised import most_common, stored_grid
 from ..quantization.sequential import Report, quantise
 from .files import make_folder, misfit, write_atomic
+from .format import counted
 from .hardware import peak_memory_bytes
 from .lab import Progress
 from .overlap import Marks, Overlap
@@ -133,27 +134,37 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
 
     Memory holds what `quantise` says, and not the model, whose tensors are read block by block, but for the pages of
     its file that the system keeps."""
-    began = time.monotonic()
     known = _begin(folder, plan)
+    try:
+        return _write_model(plan, folder, known, progress)
+    except KeyboardInterrupt:
+        of = ModelConfig.from_hf(plan.source.config).layers
+        told = f"interrupted; {len(known)} of {of} blocks are kept, and the same command goes on behind them"
+        raise KeyboardInterrupt(told) from None
+
+
+def _write_model(plan: Quantising, folder: Path, known: dict[str, str], progress: Progress | None) -> list[Report]:
+    """`known`: the digests of the files that are kept, to which those of new ones come."""
+    began = time.monotonic()
     source, model = plan.source, ModelConfig.from_hf(plan.source.config)
     tensors = source.tensors(progress)
     text = _text(plan, tensors)  # empty where no layer reads any
     reports: list[Report] = []
     index: dict[str, str] = {}
     schemes: dict[str, Scheme] = {}
-    resumed = 0
+    kept = {name for name, digest in known.items() if _is(folder / name, digest)}
+    again = f"{counted(len(kept), 'block')} kept of {model.layers}, passed through again"
     for layer in range(model.layers):
-        if progress is not None:
-            progress("quantising", layer, model.layers)
         name = f"block-{layer:05d}.safetensors"
         file = folder / name
+        if progress is not None:  # by names of their own, so that the time left is of what is quantised alone
+            progress(*((again, layer, len(kept)) if name in kept else ("quantising", layer, model.layers)))
         block = CalibratedBlock(model, layer, tensors, text)
-        done = _read_block(file, block, plan) if name in known and _is(file, known[name]) else None
-        resumed += done is not None
+        done = _read_block(file, block, plan) if name in kept else None
         if done is None:
             chosen = {n: plan.layers[n] for stage in block.stages for n in stage.names}
             _write_block(file, block, list(quantise(block, chosen, plan.form.fit)), plan)
-            known |= {name: file_digest(file)}
+            known[name] = file_digest(file)
             keep(folder, STATE, {"key": plan.key, "files": known})
             done = _read_block(file, block, plan)  # as it is stored: what is broken off goes on from the same
         reports += done
@@ -168,7 +179,7 @@ def write(plan: Quantising, folder: Path, progress: Progress | None = None) -> l
     _write(folder / "rest.safetensors", rest, {})
     index |= dict.fromkeys(rest, "rest.safetensors")
     device = text[0].hidden.device if text else torch.device("cpu")
-    made = {"seconds": time.monotonic() - began, "peak_bytes": peak_memory_bytes(device), "resumed": resumed}
+    made = {"seconds": time.monotonic() - began, "peak_bytes": peak_memory_bytes(device), "resumed": len(kept)}
     _finish(folder, plan, schemes, reports, index, made | {"warnings": [*plan.warnings, *_of_source(plan, tensors)]})
     return reports
 

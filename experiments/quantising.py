@@ -49,6 +49,15 @@ class Quantising:
         return _schemes(self.layers, layer_shapes(ModelConfig.from_hf(self.source.config)))
 
     @property
+    def nbytes_beside(self) -> int:
+        """Of the tensors that are written as they are."""
+        from ..decoding.model.weights import shapes_of
+
+        quantised = {f"{name}.weight" for name in self.schemes}
+        shapes = shapes_of(ModelConfig.from_hf(self.source.config))
+        return self.dtype.itemsize * sum(prod(shape) for name, shape in shapes.items() if name not in quantised)
+
+    @property
     def untouched(self) -> list[str]:
         """All linear layers that stay as they are."""
         return _untouched(self.layers)

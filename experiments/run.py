@@ -22,11 +22,10 @@ from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
 from .files import make_folder, read_result, unwritable, write_result
 from .format import BUSY, NOISY, counted
-from .identity import Identity, drafter_name, identify
+from .identity import Identity, drafter_name, identify, overlaps
 from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
-from .overlap import check_overlap, judging
 from .progress import Watch
 from .quality.answers import answers_key
 from .quality.evaluate import ANSWERS, Exam, measure_quality, no_quality, prepare
@@ -92,9 +91,9 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
         _as_planned(what, key)
         assert what.source is not None, "a replay is carried out elsewhere"
         exam = prepare(config, what.source, what.key, what.resolved)
-        overlaps = _overlaps(what, exam)
+        overlapping = overlaps(what.calibrated, what.task, {} if exam is None else exam.tasks)  # before a copy is made
         source, dtype, device = what.target(watch.step), what.dtype, what.device
-        notes = [*overlaps, *resolve(config, source, what.task).notes()]
+        notes = [*overlapping, *resolve(config, source, what.task).notes()]
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
         if exam is None and config.acceptance.guarantee == "lossy":
@@ -217,15 +216,6 @@ def _tell_unfinished(folder: Path, result: Mapping[str, Any]) -> None:
     if quality:
         told.append(f"the same command with output={folder} asks for the answers that are missing")
     print("decodelab: " + "; ".join(told), file=sys.stderr)
-
-
-def _overlaps(what: Identity, exam: Exam | None) -> list[str]:
-    """Before a copy is made: what the target was, or will be, calibrated on must not be what it is judged by."""
-    if (calibrated := what.calibrated) is None:
-        return []
-    marks, how = calibrated
-    items = what.task.items if what.task is not None else ()
-    return check_overlap(marks, judging(items, {} if exam is None else exam.tasks), how)
 
 
 def _as_planned(what: Identity, key: str | None) -> None:

@@ -21,32 +21,54 @@ one product, of all their rows, and must be quantised alike (is_layer_skipped in
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..decoding.model.config import ModelConfig
 from ..decoding.model.source import Source
 from ..errors import UserError
 from ..quantization.codes import Scheme
-from ..quantization.formats import QuantisedLayers
+from ..quantization.formats import NATIVE, WRITTEN, QuantisedLayers
 from .format import counted
 from .quantising import Quantising, layer_shapes
 
 TARGETS = ("vllm",)
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MARLIN = (-1, 32, 64, 128)
+_FLOAT16, _PADS, _EITHER = (
+    "with vLLM's --dtype float16",
+    "in a version that pads",
+    "with vLLM's --dtype float16, or in a version that pads",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`found`: whether there is one; None: not known. `told`: its name, or the reason."""
+    """`found`: whether there is one; None: not known. `told`: its name, or the reason. `only`: on what it hangs."""
 
     found: bool | None
     told: str
+    only: str = ""
 
 
-def describe(target: str, plan: Quantising | None, source: Source | None = None) -> str:
-    """What `check` says of it: how many products have which kernel, with one of each. `source`: a model that may be
-    quantised already."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `check` says of a target. `found`: as of a kernel, of all products; `told`: which kernels they have."""
+
+    target: str
+    found: bool | None
+    only: tuple[str, ...]
+    told: str
+
+    def __str__(self) -> str:
+        begins = {True: "yes", False: "no", None: "not known"}[self.found]
+        if self.found and self.only:
+            begins = "only if " + ", and ".join(self.only)
+        return f"{begins}: {self.told}"
+
+
+def answer(target: str, plan: Quantising | None, source: Source | None = None) -> Answer:
+    """How many products have which kernel, with one of each. `source`: a model that may be quantised already."""
     if target not in TARGETS:
         raise UserError(f"target must be one of {', '.join(TARGETS)}, or null, got {target!r}")
     read = ""
@@ -65,11 +87,38 @@ def describe(target: str, plan: Quantising | None, source: Source | None = None)
             "quantization=rtn or another, and format; or model.path=DIR"
         )
     found = vllm(form, schemes, skipped)
-    words = {True: "", False: "no kernel: ", None: "not known: "}
+    said = {kernel: "no kernel: " if kernel.found is False else "" for kernel in found.values()}
+    said |= {kernel: "not known: " for kernel in said if kernel.found is None and not kernel.only}
     counts = Counter(found.values())
     example = {kernel: name for name, kernel in reversed(found.items())}
-    told = [f"{words[k.found]}{k.told} ({n} of {len(found)} products, such as {example[k]})" for k, n in counts.items()]
-    return read + "; ".join(told)
+    told = [f"{said[k]}{k.told} ({n} of {len(found)} products, such as {example[k]})" for k, n in counts.items()]
+    if len(found) < len(schemes):
+        told.append(f"{len(schemes)} layers, of which those that read the same input are one product")
+    if form == NATIVE.title:
+        other = _other(schemes, skipped)
+        again = (
+            f"quantise the model with the same keys and format={other}: decodelab quantize … format={other} output=DIR"
+        )
+        told.append("it has no kernel for these layers in another format either" if other is None else again)
+    known: bool | None = True
+    if any(kernel.found is None and not kernel.only for kernel in counts):
+        known = None
+    if any(kernel.found is False for kernel in counts):
+        known = False
+    only = {kernel.only for kernel in counts if kernel.only}
+    if _PADS in only:
+        only.discard(_EITHER)
+    return Answer(target, known, tuple(sorted(only)), read + "; ".join(told))
+
+
+def _other(schemes: Mapping[str, Scheme], skipped: Sequence[str]) -> str | None:
+    """A format in which these layers have kernels."""
+    for title, form in WRITTEN.items():
+        with suppress(UserError):
+            form.check(schemes, [*skipped, "lm_head"])
+            if all(kernel.found for kernel in vllm(title, schemes, skipped).values()):
+                return title
+    return None
 
 
 def _kinds(schemes: Mapping[str, Scheme]) -> str:
@@ -126,30 +175,33 @@ def _kernel(form: str, scheme: Scheme) -> Kernel:
     if marlin and K % 128 == 0 and N % 64 == 0:
         return Kernel(True, "Marlin, or Machete on Hopper" if on_hopper else "Marlin")
     if not marlin and on_hopper:
-        return Kernel(None, f"Machete on Hopper, and none that is known elsewhere ({kind})")
+        return Kernel(None, f"Machete on Hopper, and none that is known elsewhere ({kind})", "on Hopper")
     if form == "awq":
         return Kernel(True, "AWQ's own, or Marlin where it pads") if marlin else Kernel(None, f"group_size={group}")
     if symmetric and group != -1 and N % (32 // bits) == 0:
-        return Kernel(True, "Exllama, in float16 alone" + (", or Marlin where it pads" if marlin else ""))
+        if marlin:
+            return Kernel(True, "Exllama, in float16 alone, or Marlin where it pads", _EITHER)
+        return Kernel(True, "Exllama, in float16 alone", _FLOAT16)
     if marlin:
-        return Kernel(None, f"Marlin in versions that pad {N} rows and {K} columns, and none that is known in others")
+        told = f"Marlin in versions that pad {N} rows and {K} columns, and none that is known in others"
+        return Kernel(None, told, _PADS)
     return Kernel(None, f"{kind}, group_size={group}")
 
 
 def _refused(form: str, scheme: Scheme, group: int, kind: str) -> Kernel | None:
     """What vLLM takes in no shape."""
-    (bits, symmetric), answer = (scheme.bits, scheme.symmetric), None
+    (bits, symmetric), refused = (scheme.bits, scheme.symmetric), None
     if form == "native":
-        answer = Kernel(False, "vLLM does not read format=native: name another format")
+        refused = Kernel(False, "vLLM does not read format=native")
     elif form in ("gptq", "gptq_v2"):
         if bits not in (4, 8) or not symmetric:
-            answer = Kernel(False, f"{kind}: of GPTQ it takes 4 and 8 bits, symmetric")
+            refused = Kernel(False, f"{kind}: of GPTQ it takes 4 and 8 bits, symmetric")
         elif group not in _MARLIN:
-            answer = Kernel(False, f"group_size={group}: of GPTQ it takes {', '.join(map(str, _MARLIN))}")
+            refused = Kernel(False, f"group_size={group}: of GPTQ it takes {', '.join(map(str, _MARLIN))}")
     elif form == "compressed_tensors" and scheme.activation_bits is None and bits not in (4, 8):
-        answer = Kernel(None, f"{kind}: which kernel takes it is not said")
+        refused = Kernel(None, f"{kind}: which kernel takes it is not said")
         if not symmetric:
-            answer = Kernel(False, f"{kind}: of asymmetric codes it takes 4 and 8 bits")
+            refused = Kernel(False, f"{kind}: of asymmetric codes it takes 4 and 8 bits")
     elif form not in ("awq", "compressed_tensors"):
-        answer = Kernel(None, f"format={form}")
-    return answer
+        refused = Kernel(None, f"format={form}")
+    return refused

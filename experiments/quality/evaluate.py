@@ -142,23 +142,23 @@ def _task_digest(task: "Task") -> str:
     return digest.hexdigest()
 
 
-def check_quality(config: RunConfig, source: Source | None) -> None:
+def check_quality(config: RunConfig, source: Source | None) -> Exam | None:
     """Refuses what `prepare` does, as far as it is known without a fetch. `source`: None for a model that is not here;
-    what the data of lm-eval's own tasks are like is known once they are loaded."""
+    what the data of lm-eval's own tasks are like is known once they are loaded. Their exam, where all is here."""
     _beside_tasks(config)
     if not config.quality.tasks:
-        return
+        return None
     backend()
     if names := [task for task in config.quality.tasks if isinstance(task, str)]:
         from .harness import manager
 
         manager(names, config.quality, config.trusted)
     if source is not None and not names:
-        prepare(config, source, "", config.resolved)
-        return
+        return prepare(config, source, "", config.resolved)
     for task in config.quality.tasks:
         if isinstance(task, TaskSpec):
             read_task(task, config.quality, config.trusted)
+    return None
 
 
 def _beside_tasks(config: RunConfig) -> tuple[str | None, RunQuality | None]:

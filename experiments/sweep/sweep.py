@@ -218,7 +218,8 @@ class Sweep:
         said = f"{cells_in}: {len(ordered) - len(todo) - wrong} done, {len(todo)} to run"
         said += f", {wrong} refused" if wrong else ""
         if todo:
-            said += f"; {self._ahead(self._left()) or 'how long is unknown until the first is done'}"
+            unknown = f"how long is unknown until the first is done; {LOG} in its folder says how far it is"
+            said += f"; {self._ahead(self._left()) or unknown}"
         self._display.say(said)
         return ordered
 

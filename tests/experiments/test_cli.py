@@ -71,6 +71,7 @@ def test_the_exit_code_is_the_job_s(code, runs):
     [
         (UserError("the prompt\nis empty"), 2, "the prompt is empty"),
         (KeyboardInterrupt(), 130, "interrupted; what was finished before is kept"),
+        (KeyboardInterrupt("interrupted; 3 of 30 blocks are kept"), 130, "interrupted; 3 of 30 blocks are kept"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/out/events.jsonl"), 1,
             "the disk is full: /out/events.jsonl was not written whole; "
@@ -115,6 +116,7 @@ def test_a_bug_keeps_its_traceback(bug, runs):
         (["run", "--cfg", "hydra"], "--cfg hydra is unknown: --cfg job prints the configuration"),
         (["run", "--config-dir=/no"], "--config-dir /no is no folder; it holds YAML such as drafting/mine.yaml"),
         (["run", "task"], "'task' is no KEY=VALUE: write task=VALUE"),
+        (["run", "limit=5"], "limit is unknown: did you mean task.limit or quality.limit?"),
         (["run", "seed=x"], "seed must be an integer, got 'x'"),
         (["check", "device=gpu"], "device=gpu is unknown; there are auto, cpu, cuda, and cuda:1 for the second GPU"),
         (["run", "seed=1,2"], """seed=1,2 lists several values: -m runs each; for one value quote it, 'seed="1,2"'"""),
@@ -214,6 +216,7 @@ def test_help_names_jobs_options_keys_and_examples(argv, capsys):
         "max_new_tokens: 64",
         "repetition_penalty: 1.0",
         "path: null",
+        "compressed_tensors, gguf",
         "smollm2-135m*",
         "--config-dir DIR",
     ):

@@ -129,7 +129,7 @@ def test_what_is_found_is_kept_before_the_weights_are_made(bench: Bench, texts, 
         patched.setattr(overrides.Chosen, "verified", killed)
         assert quantize(bench, *words) == 130
     folder = bench.root / "copy"
-    assert "model.layers" in (folder / "overrides.yaml").read_text()
+    assert "bits: 8" in (folder / "overrides.yaml").read_text()
     (folder / "model.safetensors.index.json").unlink()
     for name in list(folder.iterdir()):
         if name.name not in ("overrides.yaml", "overrides.json"):
@@ -142,9 +142,10 @@ def test_a_bound_that_is_told_can_be_given():
     weights, least, most = 442368, 256080, 470000
     for budget, where in ((1.0, "less"), (31.0, "more")):
         with pytest.raises(UserError, match=where) as told:
-            overrides._budget(QuantizeJob(budget=budget), weights, least, most, 4)
+            overrides._budget(QuantizeJob(budget=budget), weights, least, most, 4, 10**7)
+        assert "beside 10.0 MB of the folder that are not of the budget" in str(told.value)
         bound = float(str(told.value).split("than the ")[1].split()[0])
-        assert least <= overrides._budget(QuantizeJob(budget=bound), weights, least, most, 4) <= most
+        assert least <= overrides._budget(QuantizeJob(budget=bound), weights, least, most, 4, 10**7) <= most
 
 
 def test_layers_are_named_whole():
@@ -153,6 +154,20 @@ def test_layers_are_named_whole():
     found = replace(AWQ(3), overrides=overrides._with(AWQ(3), names[:2]))
     got = {name: (settings_of(found, name).bits, settings_of(found, name).clip) for name in names}
     assert got == dict(zip(names, [(8, False), (8, True), (3, False), (3, True), (3, False), (3, True)], strict=True))
+
+
+def test_a_whole_kind_is_one_pattern():
+    """Of the same settings for every layer; not where another layer has that name, or keys of its own."""
+    layers = [f"model.layers.{i}.self_attn.{kind}_proj" for i in range(3) for kind in "qkv"]
+    own = replace(
+        AWQ(3), overrides={"*.v_proj": {"clip": False}, "*.0.*.k_proj": {"clip": True}, "*.2.*.q_proj": "none"}
+    )
+    given = [name for name in layers if name != layers[6]]  # of which no q can be one
+    short = replace(own, overrides=overrides._with(own, given, layers))
+    assert list(short.overrides)[-1] == "*.v_proj"
+    assert {name for name in layers if name in short.overrides} == {*layers[0:2], layers[3], layers[4], layers[7]}
+    long = replace(own, overrides=overrides._with(own, given))
+    assert [settings_of(short, name) for name in layers] == [settings_of(long, name) for name in layers]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +179,7 @@ def test_layers_are_named_whole():
         ("-3", "quantize.budget must be above 0 and finite, got -3"),
         ("4", "quantize.budget=4.0 is less than the 4.500 bits a weight, "),
         ("9.7", "quantize.budget=9.7 is more than the 9.500 bits a weight, "),
+        ("90MB", "quantize.budget must be bytes, or bits a weight up to 32, got '90MB'"),
         ("40", "quantize.budget=40.0 is less than the 4.500 bits a weight, "),  # bytes
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from decodelab.decoding.model.source import ModelSpec, open_source
 from decodelab.errors import UserError
 from decodelab.experiments.cli import main
-from decodelab.experiments.targets import Kernel, describe, vllm
+from decodelab.experiments.targets import Kernel, answer, vllm
 from decodelab.quantization.codes import Scheme
 from decodelab.quantization.formats import QuantisedLayers
 from decodelab.quantization.formats.gguf import BLOCKS, GGUFBlocks, codes_of
@@ -47,9 +47,9 @@ def kernel(form: str, scheme: Scheme) -> Kernel:
     ],
 )
 def test_a_layer_s_kernel(form: str, changes: dict[str, object], found: bool | None, told: str) -> None:
-    answer = kernel(form, replace(LARGE, **changes))
-    assert answer.found is found
-    assert told in answer.told
+    got = kernel(form, replace(LARGE, **changes))
+    assert got.found is found
+    assert told in got.told
 
 
 def test_layers_that_read_the_same_input_are_one_product() -> None:
@@ -69,14 +69,31 @@ def test_check_tells_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> Non
     words = ["check", f"model.path={bench.checkpoint}", "device=cpu", "target=vllm"]
     assert main([*words, "quantization=rtn", "quantization.group_size=32", "format=awq"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "vllm AWQ's own, or Marlin where it pads (8 of 8 products, such as model.layers.0.self_attn.q_proj)" in out
+    assert (
+        "vllm yes: AWQ's own, or Marlin where it pads (8 of 8 products, such as model.layers.0.self_attn.q_proj);"
+        in out
+    )
+    assert "14 layers, of which those that read the same input are one product" in out
+    assert out.endswith(" runs")
+    symmetric = ["quantization=rtn", "quantization.group_size=32", "quantization.symmetric=true"]
+    assert main([*words, *symmetric, "format=gptq"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "vllm only if in a version that pads: Marlin in versions" in out
+    assert main([*words, "quantization=rtn", "quantization.group_size=32"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "vllm no: no kernel: vLLM does not read format=native" in out
+    assert "decodelab quantize … format=awq output=DIR" in out
+    assert out.endswith(" refused, because vllm has no kernel for what would be written")
+    sweep = [*words, "-m", "quantization=rtn", "quantization.group_size=32", "format=awq,native"]
+    assert main(sweep) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == "2 cells, 1 refused"
     assert main(words) == 2
     assert (
         "is asked of what quantize would write, or of a folder that it wrote: name quantization=rtn"
         in capsys.readouterr().err
     )
     with pytest.raises(UserError, match="target must be one of vllm, or null, got 'sglang'"):
-        describe("sglang", None)
+        answer("sglang", None)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +118,11 @@ def test_check_reads_a_folder_as_it_reads_what_would_be_written(
         assert codes.schemes == {name: one.scheme for name, one in codes.items()}
     capsys.readouterr()
     check = ["check", "device=cpu", "target=vllm"]
-    assert main([*check, model, *given, overrides, f"format={form}"]) == 0
+    assert main([*check, model, *given, overrides, f"format={form}"]) == 2  # q, k and v are not alike
     planned = _kernels(capsys.readouterr().out)
-    assert main([*check, f"model.path={folder}"]) == 0
+    assert main([*check, f"model.path={folder}"]) == 2
     out = capsys.readouterr().out
-    assert planned in _kernels(out)
+    assert planned.removeprefix("no: ") in _kernels(out)
     assert told in " ".join(out.split())
 
 
