@@ -63,7 +63,7 @@ class _Look:
 
     def __str__(self) -> str:
         if self.refused and self.served is not None:
-            return f"refused, because {self.served.target} has no kernel for what would be written"
+            return f"refused, because {self.served.target} has no kernel for all of these layers"
         return str(self.composition)
 
     @property

@@ -117,7 +117,7 @@ def test_what_is_found_can_be_given_back(bench: Bench, texts, words, capsys):
     assert chosen["nbytes"] == uniform["nbytes"] + sum(unit["more"] for unit in found["taken"])
 
 
-def test_what_is_found_is_kept_before_the_weights_are_made(bench: Bench, texts, monkeypatch):
+def test_what_is_found_is_kept_before_the_weights_are_made(bench: Bench, texts, monkeypatch, capsys):
     """Killed behind them, before the whole was measured, it is not lost; and what is broken off goes on."""
     words = ["quantization=rtn", "quantization.bits=3", "quantization.group_size=64", "quantize.parts=1"]
     words += ["quantization.overrides=auto", "quantize.tokens=64", f"quantize.path={texts[1]}"]
@@ -125,6 +125,10 @@ def test_what_is_found_is_kept_before_the_weights_are_made(bench: Bench, texts, 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
+    with monkeypatch.context() as patched:
+        patched.setattr(overrides, "search", killed)
+        assert quantize(bench, *words) == 130
+    assert told(capsys) == "decodelab: error: interrupted; of what was tried nothing is kept"
     with monkeypatch.context() as patched:
         patched.setattr(overrides.Chosen, "verified", killed)
         assert quantize(bench, *words) == 130

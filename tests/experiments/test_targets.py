@@ -83,7 +83,7 @@ def test_check_tells_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> Non
     out = " ".join(capsys.readouterr().out.split())
     assert "vllm no: no kernel: vLLM does not read format=native" in out
     assert "decodelab quantize … format=awq output=DIR" in out
-    assert out.endswith(" refused, because vllm has no kernel for what would be written")
+    assert out.endswith(" refused, because vllm has no kernel for all of these layers")
     sweep = [*words, "-m", "quantization=rtn", "quantization.group_size=32", "format=awq,native"]
     assert main(sweep) == 2
     assert capsys.readouterr().out.splitlines()[-1] == "2 cells, 1 refused"
