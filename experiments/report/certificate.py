@@ -177,7 +177,7 @@ def _flip(row: Mapping[str, Any]) -> tuple[str, Sequence[tuple[str, str]]]:
     sides = [("reference", row["reference"]["responses"][0]), ("this run", row["mine"]["responses"][0])]
     choices = row.get("choices")  # an older run has none
     if all(map(_likelihoods, (answer for _, answer in sides))):
-        told = _chosen(row["gold"], choices, dict(sides))
+        told = list(_chosen(row["gold"], choices, dict(sides)))
     else:
         told = [("gold", _excerpt(row["gold"])), *((name, _excerpt(answer)) for name, answer in sides)]
     texts = [("prompt", _excerpt(row["prompt"])), *told]
