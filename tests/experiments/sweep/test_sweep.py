@@ -364,7 +364,10 @@ def test_how_long_quality_takes_is_unknown(stage: Stage, capsys: pytest.CaptureF
     task = stage.bench.root / "asked.jsonl"
     task.write_text('{"question": "what?", "answer": "it"}\n')
     assert stage.sweep("seed=0,1", f"tasks=[{task}]") == 0
-    assert "2 to run; how long is unknown until the first is done; log.txt in its folder says how far it is" in capsys.readouterr().err
+    assert (
+        "2 to run; how long is unknown until the first is done; log.txt in its folder says how far it is"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_time_left_comes_from_cells_that_are_done(stage: Stage, capsys: pytest.CaptureFixture[str]):
