@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import decodelab.decoding.cost as cost_module
-from decodelab.attention.cache import DenseCache
+from decodelab.attention.book import Book
 from decodelab.decoding.acceptance.greedy import Greedy
 from decodelab.decoding.cost import (
     DraftCost,
@@ -82,14 +82,14 @@ def test_a_profile_needs_the_plain_step():
 
 def test_profiling_feeds_every_k_behind_the_context_and_leaves_no_rows(monkeypatch: pytest.MonkeyPatch):
     fed: list[tuple[int, int]] = []
-    drop = DenseCache.drop
+    drop = Book.drop
 
-    def watched(cache: DenseCache) -> None:
-        if cache.staged:
-            fed.append((cache.length(0), cache.staged))
-        drop(cache)
+    def watched(book: Book) -> None:
+        if book.staged:
+            fed.append((book.length(0), book.staged))
+        drop(book)
 
-    monkeypatch.setattr(DenseCache, "drop", watched)
+    monkeypatch.setattr(Book, "drop", watched)
     profile = measure_target(tiny_decoder(), context=20, rows=(1, 3, 8), repeats=2)
     assert profile.context == 20
     assert list(profile.seconds) == [1, 3, 8]

@@ -192,7 +192,7 @@ def test_where_blocks_run_out_drafts_get_shorter_before_an_error_says_so() -> No
         return sum(step.drafted for g in got for step in g.steps)
 
     assert 0 < deepest(needed) < deepest(needed + 12)
-    with pytest.raises(UserError, match=r"out of KV blocks: .* give a larger pages.blocks, a smaller batch or fewer"):
+    with pytest.raises(UserError, match=r"out of KV blocks: .* give pages.blocks=\d+, a smaller batch or fewer tokens"):
         deepest(needed // 2)
 
 

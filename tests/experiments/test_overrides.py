@@ -25,7 +25,7 @@ from decodelab.quantization.quantiser import Calibration, settings_of
 from decodelab.quantization.rtn import RTN
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_model
 from decodelab.tests.experiments.bench import Bench
-from decodelab.tests.experiments.test_quantise import quantize, sentence, told
+from decodelab.tests.experiments.quantised import quantize, sentence, told
 
 
 @pytest.fixture

@@ -26,28 +26,7 @@ from decodelab.quantization.gptq import GPTQ
 from decodelab.quantization.quantiser import Calibration
 from decodelab.quantization.rtn import RTN
 from decodelab.tests.experiments.bench import Bench
-
-WORDS = (
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "zeta",
-    "eta",
-    "theta",
-    "iota",
-    "kappa",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-)
-
-
-def sentence(seed: int, words: int = 16) -> str:
-    g = torch.Generator().manual_seed(seed)
-    return " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (words,), generator=g))
+from decodelab.tests.experiments.quantised import quantize, sentence, told
 
 
 @pytest.fixture
@@ -60,15 +39,6 @@ def calibration(private: Path) -> Path:
 @pytest.fixture
 def source(bench: Bench) -> Source:
     return open_source(ModelSpec(path=str(bench.checkpoint)))
-
-
-def told(capsys: pytest.CaptureFixture[str]) -> str:
-    return capsys.readouterr().err.splitlines()[-1]
-
-
-def quantize(bench: Bench, *words: str, output: str = "copy") -> int:
-    model = [f"model.path={bench.checkpoint}", "dtype=float32", "device=cpu", "threads=1"]
-    return main(["quantize", *model, f"output={bench.root / output}", *words])
 
 
 def calibrated(calibration: Path, **more: object) -> list[str]:
