@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..attention.paged import PagedCache
 from ..attention.rows import chains
 from .acceptance import Acceptance
 from .draft import Drafter
@@ -108,12 +109,13 @@ def measure_target(
     rows: Sequence[int] = ROWS,
     repeats: int = 9,
     layers: Sequence[int] | None = None,
+    pages: PagedCache | None = None,
 ) -> Profile:
     """T(k) as the loop's verification pays it: all rows' logits, their argmax on the host. The k take turns. `layers`:
-    of these alone, as a draft of the target's own layers pays it."""
+    of these alone, as a draft of the target's own layers pays it. `pages`: behind rows in these, else contiguous."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.config.vocab, (context + max(rows),), generator=generator).tolist()
-    cache = target.open_cache(1, len(tokens))
+    cache = target.open_cache(1, len(tokens), pages)
     slot = cache.open()
     for at in range(0, context, PREFILL_CHUNK):
         piece = tokens[at : min(at + PREFILL_CHUNK, context)]
@@ -131,6 +133,7 @@ def measure_target(
             cache.drop()
             if turn >= _WARM:
                 seconds[k].append(spent)
+    cache.free(slot)
     return Profile(context, {k: median(found) for k, found in sorted(seconds.items())})
 
 
@@ -142,6 +145,7 @@ def draft_cost(
     *,
     tokens: int = 16,
     seed: int = 0,
+    pages: PagedCache | None = None,
 ) -> DraftCost:
     """The drafter's cost, from generations of its own of `tokens` tokens, one request at a time.
 
@@ -151,7 +155,7 @@ def draft_cost(
     short = [replace(r, stop=replace(r.stop, max_new_tokens=min(tokens, r.stop.max_new_tokens))) for r in requests]
     most = drafter.gives.rows
     budgets = sorted({min(1, most), -(-most // 2), most})
-    options: dict[str, Any] = {"seed": seed}
+    options: dict[str, Any] = {"seed": seed, "pages": pages}
     generate(target, short[:1], drafter, acceptance, **options)  # untimed: what is allocated or built once
     drafted: list[int] = []
     seconds: list[float] = []

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..errors import UserError
-from .model.config import ModelConfig
+from .model.config import LAYOUT, ModelConfig, content_of, states_layout
 from .model.decoder import Decoder, Tap
 from .model.differentiable import Passed
 from .model.source import ModelSpec, Source, open_source
@@ -91,6 +91,12 @@ class Origin:
         """The weights of `start`, each read when it is asked for. `longest`: tokens of a text. Refuses what cannot be
         built, or cannot be held against the target."""
         begun = self._opened(target)
+        whose = target if begun is None else begun
+        if self.config is None and states_layout(whose.config):
+            raise UserError(
+                f"transformers, by which students are trained, has no words for the {LAYOUT} of {whose.label}: give "
+                "train.student.config, or another model"
+            )
         model = ModelConfig.from_hf(self.shape(target) if begun is None else begun.config)
         most = min(longest, target.config.max_position_embeddings)
         if model.max_positions < most:
@@ -123,7 +129,7 @@ class Origin:
     def shape(self, target: Source) -> PretrainedConfig:
         """The config of a student without `start`."""
         layers, given = self.layers(target), dict(self.config or {})
-        content = target.config.to_dict()
+        content = {key: value for key, value in target.config.to_dict().items() if key != LAYOUT}
         if {"hidden_size", "num_attention_heads"} & given.keys() and "head_dim" not in given:
             dim, heads = (given.get(name, content[name]) for name in ("hidden_size", "num_attention_heads"))
             if dim % heads:
@@ -372,6 +378,8 @@ class Distillation:
         with explained(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".partial") as written:
             new = Path(written)
             config.save_pretrained(new)
+            if states_layout(config):
+                (new / "config.json").write_text(json.dumps(content_of(config), indent=1) + "\n", encoding="utf-8")
             source.tokenizer.save_pretrained(new)
             ends = json.dumps({"eos_token_id": list(source.eos_ids)})
             (new / "generation_config.json").write_text(ends, encoding="utf-8")

@@ -389,7 +389,8 @@ def _last(course: Course, schedule: Schedule) -> float | None:
 
 
 def _note(course: Course, loss: float) -> str:
-    best = "" if course.best is None else f", best so far {course.rows[course.best]['value']:.3f}"
+    # a distance is less than nothing, so that more is better
+    best = "" if course.best is None else f", best so far {abs(course.rows[course.best]['value']):.3f}"
     return f"loss {loss:.3f}, {course.tokens / course.seconds:.0f} tokens/s{best}"
 
 

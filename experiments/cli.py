@@ -220,9 +220,10 @@ def _check(config: "RunConfig") -> int:
 
 
 def _layers(config: "RunConfig") -> int:
-    from .composition import own_attention
+    from .composition import contiguous, own_attention
     from .layers import layers
 
+    contiguous(config, "layers")
     own_attention(config, "layers")
     return layers(config)
 
@@ -234,17 +235,19 @@ def _plan(config: "RunConfig") -> int:
 
 
 def _quantize(config: "RunConfig") -> int:
-    from .composition import own_attention
+    from .composition import contiguous, own_attention
     from .quantise import quantize_job
 
+    contiguous(config, "quantize")
     own_attention(config, "quantize")
     return quantize_job(config)
 
 
 def _train(config: "RunConfig") -> int:
-    from .composition import own_attention
+    from .composition import contiguous, own_attention
     from .train import train_job
 
+    contiguous(config, "train")
     if config.train is None or config.train.kind != "kv":
         own_attention(config, "train")
     return train_job(config)

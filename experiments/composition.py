@@ -14,7 +14,7 @@ from ..attention.options import Native
 from ..decoding.acceptance import Acceptance
 from ..decoding.draft import DrafterSettings
 from ..decoding.law import LawSettings
-from ..decoding.model.config import ModelConfig
+from ..decoding.model.config import ModelConfig, states_layout
 from ..decoding.model.load import check_convertible
 from ..decoding.model.source import ModelSpec, Source
 from ..decoding.replay import needs_model
@@ -23,6 +23,7 @@ from ..drafting.trees import HasTree
 from ..errors import UserError
 from ..quantization.none import AsStored
 from .config import RunConfig
+from .format import CHANGED, UNTRAINED
 from .tasks import Task
 
 Verdict = Literal["runs", "runs with a fallback", "refused"]
@@ -61,7 +62,7 @@ def resolve(config: RunConfig, target: Source | None = None, task: Task | None =
         found = replace(found, verdict="runs with a fallback", reasons=(*found.reasons, UNSHARED))
     try:
         if target is not None and (layout := layout_of(config, target)) is not None:
-            found = replace(found, warnings=(*found.warnings, *_untrained(layout, target)))
+            found = replace(found, warnings=(*found.warnings, *_another(config, layout, target)))
     except UserError as error:
         reasons = (*(found.reasons if found.verdict == "refused" else ()), str(error))
         return replace(found, verdict="refused", reasons=reasons)
@@ -72,6 +73,8 @@ def layout_of(config: RunConfig, target: Source) -> Layout | None:
     """How the target keeps keys and values; None: as it has them. Refuses what is not carried out yet."""
     model = ModelConfig.from_hf(target.config)
     layout = config.attention.layout(model.layout, model.heads)
+    if config.compare_hf and states_layout(target.config):
+        raise UserError(f"transformers has no words for the layout of {target.label}: leave compare_hf out")
     if layout == model.layout:
         return None
     if (reason := impossible(layout, model.layout)) is not None:
@@ -88,15 +91,23 @@ def layout_of(config: RunConfig, target: Source) -> Layout | None:
     return layout
 
 
-def _untrained(layout: Layout, target: Source) -> tuple[str, ...]:
-    """A warning where the weights were not trained for the layout."""
+def _another(config: RunConfig, layout: Layout, target: Source) -> tuple[str, ...]:
+    """A warning where the model says something else over this layout: its weights were trained for another one, or its
+    rows see less than they did. Of the latter quality tells."""
     native = ModelConfig.from_hf(target.config).layout
-    if lossless(layout, native):
+    if not lossless(layout, native):
+        return (UNTRAINED,)
+    if config.quality.tasks or all(
+        (a.sight, a.bits) == (b.sight, b.bits) for a, b in zip(layout.layers, native.layers, strict=True)
+    ):
         return ()
-    return (
-        "keys and values are converted from weights that were trained for others, which costs quality: train=kv trains "
-        "them, and no speed of this run stands without its quality",
-    )
+    return (CHANGED,)
+
+
+def contiguous(config: RunConfig, job: str) -> None:
+    """Refuses pages in a job that keeps none."""
+    if config.pages.size is not None:
+        raise UserError(f"pages.size={config.pages.size} is of a run, and {job} keeps no pages: leave it out")
 
 
 def own_attention(config: RunConfig, job: str) -> None:

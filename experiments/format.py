@@ -7,6 +7,16 @@ from typing import Any
 BUSY = 0.5  # cores that others keep busy: more, and what is timed is noise
 NOISY = "other programs use the cores: speeds are noisy and MBU is off; run it again when quiet"
 BUSY_MARK = "‡"  # behind a row whose speed is of such a run
+UNTRAINED = (
+    "keys and values are converted from weights that were trained for others, which costs quality: train=kv trains "
+    "them, and no speed of this run stands without its quality"
+)
+CHANGED = (
+    "attention is not the model's own, so that the target itself is another one: output and speed are held against "
+    "plain decoding on the same layout, and what it loses against attention=native was not measured: add quality.tasks "
+    "to both"
+)
+UNJUDGED_MARK = "§"  # behind a row of such a target, without its quality
 SIGNIFICANT = 0.05  # a p that is told
 FEW_TOKENS = 32  # of gold answers, from which on a KL is one
 _LISTED = 3  # keys of one group
@@ -24,12 +34,33 @@ def was_busy(result: Mapping[str, Any]) -> bool:
     return NOISY in (result.get("warnings") or ()) or (isinstance(load, int | float) and load > BUSY)
 
 
-def busy_note(results: Sequence[Mapping[str, Any]], what: str) -> str | None:
-    """Of rows that stand in one table; `what` they are, in the plural."""
-    noisy = sum(map(is_busy, results))
-    if not noisy:
-        return None
-    return f"{BUSY_MARK} {noisy} of {len(results)} {what} ran on a busy machine: their speeds are noisy"
+def is_unjudged(result: Mapping[str, Any]) -> bool:
+    """Whether the target of a result.json keeps keys and values as its model does not, at a cost that is not told."""
+    told = result.get("warnings") or ()
+    return (UNTRAINED in told or CHANGED in told) and not (result.get("quality") or {}).get("tasks")
+
+
+def marks(result: Mapping[str, Any]) -> str:
+    """Behind a row of a table."""
+    return BUSY_MARK * is_busy(result) + UNJUDGED_MARK * is_unjudged(result)
+
+
+def mark_notes(results: Sequence[Mapping[str, Any]], what: str) -> Iterator[str]:
+    """What the marks in one table say; `what` its rows are, in the plural."""
+    if noisy := sum(map(is_busy, results)):
+        yield f"{BUSY_MARK} {noisy} of {len(results)} {what} ran on a busy machine: their speeds are noisy"
+    if unjudged := sum(map(is_unjudged, results)):
+        yield (
+            f"{UNJUDGED_MARK} {unjudged} of {len(results)} {what} keep keys and values as their model does not, and "
+            "have no quality beside their speed: give quality.tasks"
+        )
+
+
+def attention_name(settings: Mapping[str, Any]) -> str:
+    """The option of the group `attention`, by its class and keys in a resolved configuration."""
+    kind = str(settings.get("_target_")).rpartition(".")[2]
+    named = {"LowBits": f"kv_int{settings.get('bits')}", "Table": "layout", "CrossLayer": "cross_layer"}
+    return (named | {"SinkWindow": "sink_window"}).get(kind, kind.lower())
 
 
 def counted(n: int, what: str) -> str:

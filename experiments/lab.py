@@ -107,17 +107,18 @@ class Lab:
         if side in self.pools:
             return self.pools[side]
         self._check_pool()
-        cache = PagedCache(
-            self.target.config.layout,
-            size=self.pages.size,
-            blocks=self.pages.blocks,
-            share=self.shares,
-            dtype=self.target.dtype,
-            device=self.target.device,
-        )
+        cache = self._paged(self.pages.size, self.pages.blocks, self.shares)
         if self.shares:
             self.pools[side] = cache
         return cache
+
+    def pages_apart(self) -> PagedCache | None:
+        """For what is measured beside a run: as many pages of its size as that needs, which share nothing."""
+        return None if self.pages.size is None else self._paged(self.pages.size, None, False)
+
+    def _paged(self, size: int, blocks: int | None, share: bool) -> PagedCache:
+        layout, dtype, device = self.target.config.layout, self.target.dtype, self.target.device
+        return PagedCache(layout, size=size, blocks=blocks, share=share, dtype=dtype, device=device)
 
     def _check_pool(self) -> None:
         """That a pool of given size fits: it is allocated at once."""

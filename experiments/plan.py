@@ -158,7 +158,8 @@ def plan(config: RunConfig) -> int:
     found = _planned(config)
     console = Console(highlight=False, markup=False)
     for part in _told(found):
-        console.print(part, soft_wrap=isinstance(part, str))
+        # a terminal gets lines that end with words, a file whole sentences
+        console.print(part, soft_wrap=isinstance(part, str) and not console.is_terminal)
     return 0
 
 

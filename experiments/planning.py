@@ -12,6 +12,7 @@ from typing import Any
 
 from ..attention.layout import SCALE_BYTES, LayerKV, Layout
 from ..decoding.cost import DraftCost, Profile
+from ..decoding.model.config import LAYOUT, kind_of, stated_layout
 from ..errors import UserError
 from ..quantization.codes import Scheme
 from ..quantization.none import AsStored
@@ -89,7 +90,7 @@ class Architecture:
     @staticmethod
     def of(name: str, config: Mapping[str, Any]) -> "Architecture":
         """From the keys of a transformers config. Refuses by name what has other parts."""
-        kind = config.get("model_type")
+        kind = kind_of(config)
         if kind not in KNOWN:
             raise UserError(f"{name}: the sizes of architecture {kind!r} are not known here; known: {', '.join(KNOWN)}")
         wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -98,6 +99,15 @@ class Architecture:
         for key in needed:
             if type(config.get(key)) is not int or config[key] < 1:
                 raise UserError(f"{name}: {key} must be a whole number above 0, got {config.get(key)!r}")
+        for key in ("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"):
+            value, least = config.get(key), int(key != "max_window_layers")
+            if value is not None and (type(value) is not int or value < least):
+                raise UserError(f"{name}: {key} must be a whole number of at least {least}, or null, got {value!r}")
+        if experts_key and config["num_experts_per_tok"] > config[experts_key]:
+            raise UserError(
+                f"{name}: num_experts_per_tok={config['num_experts_per_tok']} is more than the {config[experts_key]} "
+                f"of {experts_key}"
+            )
         if kind == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
             raise UserError(f"{name}: layers without experts among those with them are not known here")
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
@@ -106,6 +116,7 @@ class Architecture:
         if heads % kv_heads:
             raise UserError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} KV heads")
         windows = _windows(kind, config, layers)
+        usual = Layout(tuple(LayerKV(i, kv_heads, window) for i, window in enumerate(windows)), head_dim)
         bias = bool(config.get("attention_bias", False))
         return Architecture(
             name=name,
@@ -114,7 +125,7 @@ class Architecture:
             mlp_dim=config[mlp_key],
             vocab=config["vocab_size"],
             max_positions=config["max_position_embeddings"],
-            layout=Layout(tuple(LayerKV(i, kv_heads, window) for i, window in enumerate(windows)), head_dim),
+            layout=stated_layout(config.get(LAYOUT), usual, heads),
             tied=bool(config.get("tie_word_embeddings", kind == "smollm3")),
             qkv_bias=kind == "qwen2" or bias,
             output_bias=kind != "qwen2" and bias,
@@ -139,6 +150,8 @@ def _windows(kind: str, config: Mapping[str, Any], layers: int) -> list[int | No
     if always or kinds is None:
         first = 0 if always else config.get("max_window_layers", layers)
         return [window if i >= first else None for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise UserError(f"layer_types must be a list of {layers} kinds, one a layer, got {kinds!r:.60}")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..cache_dir import cache_dir
 from ..decoding.model.calibrated import CalibratedBlock, Passage, passages
-from ..decoding.model.config import ModelConfig
+from ..decoding.model.config import ModelConfig, content_of
 from ..decoding.model.quantised import STATE
 from ..decoding.model.source import ModelSpec
 from ..decoding.model.storage import atomic_file, explained, file_digest, first_line
@@ -259,7 +259,7 @@ def _finish(
     made: Mapping[str, Any],
 ) -> None:
     source, shapes = plan.source, layer_shapes(ModelConfig.from_hf(plan.source.config))
-    config = source.config.to_dict() | {"dtype": str(plan.dtype).removeprefix("torch.")}
+    config = content_of(source.config) | {"dtype": str(plan.dtype).removeprefix("torch.")}
     about = plan.form.config(schemes, plan.untouched)
     config["quantization_config"] = about | {"origin": source.digest, "kind": plan.settings.kind}
     keep(folder, "config.json", config)

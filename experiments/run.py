@@ -21,7 +21,7 @@ from .compare_hf import HfPeer, summarise, why_not
 from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
 from .files import make_folder, read_result, unwritable, write_result
-from .format import BUSY, NOISY, counted
+from .format import BUSY, NOISY, attention_name, counted
 from .identity import Identity, drafter_name, identify, overlaps
 from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
@@ -100,6 +100,7 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
             notes.append(UNKNOWN_COST)
         folder = _folder(config, what, started)
         title = f"{source.label}: {drafter_name(config)}, {type(config.acceptance).__name__.lower()}"
+        title += f", {attention_name(what.resolved['attention'])}" if what.layout is not None else ""
         title += f", {what.task.label}" if what.task else ", quality"
         job = "both" if speed and config.quality.tasks else "speed" if speed else "quality"
         made = provenance(
@@ -312,8 +313,9 @@ def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str
     context = round(mean(len(s.prompt) + len(s.plain) / 2 for s in samples))
     some = [s.request for s in samples[:PROFILED]]
     try:
-        profile = cost.measure_target(lab.target, context=max(1, min(context, lab.context - max(cost.ROWS))))
-        draft = cost.draft_cost(lab.target, lab.drafter, lab.acceptance, some, seed=seed)
+        context, pages = max(1, min(context, lab.context - max(cost.ROWS))), lab.pages_apart()
+        profile = cost.measure_target(lab.target, context=context, pages=pages)
+        draft = cost.draft_cost(lab.target, lab.drafter, lab.acceptance, some, seed=seed, pages=pages)
     except KeyboardInterrupt:
         measured.interrupted = True
         return None

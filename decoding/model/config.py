@@ -15,6 +15,9 @@ from ...errors import UserError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 LAYOUT = "decodelab_layout"  # our key in config.json: a table of keys and values that transformers' keys cannot say
+# Before the model_type of such a config.json: transformers passes over a key that it does not know, but not over a kind
+# of model, and would fill the weights that it misses with noise.
+_OURS = "decodelab_"
 _ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -94,7 +97,9 @@ class ModelConfig:
             rotates=tuple(bool(r) for r in no_rope[:layers]) if no_rope else (True,) * layers,
             inv_freq=tuple(inv_freq.tolist()),
             rope_scale=scale,
-            layout=_layout(config, uniform(layers, kv_heads, head_dim, _windows(config, layers)), heads),
+            layout=stated_layout(
+                getattr(config, LAYOUT, None), uniform(layers, kv_heads, head_dim, _windows(config, layers)), heads
+            ),
         )
 
 
@@ -108,9 +113,27 @@ def with_layout(config: PretrainedConfig, layout: Layout) -> PretrainedConfig:
     return type(config).from_dict(made.to_dict() | {LAYOUT: [asdict(layer) for layer in layout.layers]})
 
 
-def _layout(config: PretrainedConfig, usual: Layout, heads: int) -> Layout:
+def states_layout(config: PretrainedConfig) -> bool:
+    """Whether transformers has no words for its layout of keys and values."""
+    return getattr(config, LAYOUT, None) is not None
+
+
+def content_of(config: PretrainedConfig) -> dict[str, Any]:
+    """What its config.json holds."""
+    content = config.to_dict()
+    return (
+        content | {"model_type": _OURS + config.model_type, "architectures": None} if states_layout(config) else content
+    )
+
+
+def kind_of(content: Mapping[str, Any]) -> Any:
+    """The `model_type` of what a config.json holds, as transformers knows it."""
+    kind = content.get("model_type")
+    return kind.removeprefix(_OURS) if isinstance(kind, str) and LAYOUT in content else kind
+
+
+def stated_layout(given: Any, usual: Layout, heads: int) -> Layout:
     """The table under our key, if there is one."""
-    given = getattr(config, LAYOUT, None)
     if given is None:
         return usual
     try:

@@ -109,7 +109,7 @@ def open_source(spec: ModelSpec, progress: Progress | None = None, *, fetch: boo
     folder = unpack(path, file_digest(path)) if files else path
     config = _read_config(folder)
     model = ModelConfig.from_hf(config)
-    tokenizer = _read_tokenizer(folder, ours=folder is not path)
+    tokenizer = _read_tokenizer(folder, config, ours=folder is not path)
     table: dict[str, Stored] | None = None  # of a GGUF file, once it is dequantised
     codes: Mapping[str, Codes] = {}
     origin = None
@@ -216,7 +216,7 @@ def _read_config(folder: Path) -> "transformers.PretrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    from .config import SUPPORTED
+    from .config import SUPPORTED, kind_of
     from .weights import read_json
 
     file = folder / "config.json"
@@ -225,15 +225,19 @@ def _read_config(folder: Path) -> "transformers.PretrainedConfig":
         hint = f"give the file {folder / inside[0]}" if inside else "give a folder that save_pretrained wrote"
         raise UserError(f"{folder} has no config.json: {hint}")
     content = read_json(file)
-    if (kind := content.get("model_type")) not in SUPPORTED:
+    if (kind := kind_of(content)) not in SUPPORTED:
         raise UserError(f"{folder}: architecture {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
     try:
+        if kind != content["model_type"]:
+            return AutoConfig.for_model(**content | {"model_type": kind})
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise UserError(f"{file} is no config of {kind} ({' '.join(str(error).split())}): download it again") from error
 
 
-def _read_tokenizer(folder: Path, ours: bool) -> "transformers.PreTrainedTokenizerBase":
+def _read_tokenizer(
+    folder: Path, config: "transformers.PretrainedConfig", ours: bool
+) -> "transformers.PreTrainedTokenizerBase":
     """Of a folder of `ours`, exactly what its tokenizer.json says; a published model's own class may know better."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -242,8 +246,9 @@ def _read_tokenizer(folder: Path, ours: bool) -> "transformers.PreTrainedTokeniz
     if not has_tokenizer(folder):
         raise UserError(f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): copy that of the model's base")
     try:
-        loader = PreTrainedTokenizerFast if ours else AutoTokenizer
-        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if ours:
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises no narrower one
         raise UserError(f"{folder}: the tokenizer is unreadable ({first_line(error)}): download it again") from error
 

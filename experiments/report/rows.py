@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import NOT_IN_KEY
+from ..format import attention_name
 from ..seeds import title as quantiser
 from ..statistics import LEAST
 from .load import Run, at, number_at
@@ -19,7 +20,9 @@ _UNNAMED = (
 )  # fmt: skip
 
 # Groups whose option is named where rows differ in it, and the option that goes without saying.
-_USUAL: Mapping[str, tuple[str, ...]] = {"acceptance": ("greedy",), "quantization": ("none", "?")}
+_USUAL: Mapping[str, tuple[str, ...]] = {
+    "acceptance": ("greedy",), "quantization": ("none", "?"), "attention": ("native", "?"),
+}  # fmt: skip
 
 UNQUANTISED = "unquantised"  # the form of weights that are run as they are stored
 
@@ -244,6 +247,8 @@ def _part(settings: Any) -> str:
     """The name of a part: of its module, or of its class where that is all there is (a rule, a repr)."""
     if isinstance(settings, Mapping):
         *_, module, kind = ("", *str(settings.get("_target_", "?")).split("."))
+        if module == "options":  # of attention, all in one file
+            return attention_name(settings)
         return kind.lower() if module in ("acceptance", "") else module
     return str(settings).partition("(")[0] if settings is not None else "?"
 

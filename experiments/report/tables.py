@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .. import columns as fitted
-from ..format import BUSY_MARK, busy_note, interval, is_busy, number, percent, seconds, size
+from ..format import interval, mark_notes, marks, number, percent, seconds, size
 from ..seeds import spread
 from .changes import Change, Comparison
 from .load import Found, at, number_at
@@ -137,8 +137,7 @@ def score(found: Value) -> str:
 
 def mark(row: Row) -> str:
     """Behind a label."""
-    dominated = "" if row.dominated is None else " †"
-    return dominated + (f" {BUSY_MARK}" if is_busy(row.run.result) else "")
+    return "".join(f" {one}" for one in ("" if row.dominated is None else "†", marks(row.run.result)) if one)
 
 
 def notes(group: Group) -> list[str]:
@@ -146,8 +145,7 @@ def notes(group: Group) -> list[str]:
     said = [_order(group)]
     if any(row.dominated for row in group.rows):
         said.append(f"† {DOMINATED}")
-    if (busy := busy_note([row.run.result for row in group.rows], "runs")) is not None:
-        said.append(busy)
+    said += mark_notes([row.run.result for row in group.rows], "runs")
     if any(_beside_plain(row, group) is not None for row in group.rows) and group.speed != "speedup":
         said.append(BESIDES)
     said += _run_wider(group)

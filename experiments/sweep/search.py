@@ -17,7 +17,7 @@ from ...errors import UserError
 from ..columns import Column, fit, stdout, table
 from ..compose import Composer
 from ..files import NOT_IN_KEY
-from ..format import BUSY_MARK, busy_note, is_busy, number
+from ..format import mark_notes, marks, number
 from .cells import CellOutcome, Runner
 from .grid import Cell, written
 from .process import Worker
@@ -278,7 +278,7 @@ def _table(trials: Sequence[Trial], settings: SearchSettings, found: Trial | Non
         columns = [Column("trial", [short_name(" ".join(trial.words)) for trial in trials]), *outcome]
     made, left = table(columns, width)
     yield made
-    yield from filter(None, (left, busy_note([one for one in results if one], "trials")))
+    yield from filter(None, (left, *mark_notes([one for one in results if one], "trials")))
 
 
 def _output(result: Mapping[str, Any]) -> str:
@@ -288,7 +288,7 @@ def _output(result: Mapping[str, Any]) -> str:
 def _remark(trial: Trial, found: Trial | None) -> str:
     if trial.value is None:
         return f"no {trial.lacks}" if trial.lacks else trial.outcome.status
-    said = [BUSY_MARK] if is_busy(trial.outcome.result or {}) else []
+    said = list(filter(None, [marks(trial.outcome.result or {})]))
     said += ["as configured"] if trial.configured else []
     return ", ".join([*said, *(["best"] if trial is found else [] if trial.within else ["out of bounds"])])
 

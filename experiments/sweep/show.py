@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..columns import Column, fit
 from ..columns import table as fitted
-from ..format import BUSY_MARK, busy_note, duration, interval, is_busy, number, percent, size
+from ..format import duration, interval, mark_notes, marks, number, percent, size
 from ..seeds import spread
 from .cells import LOG, CellOutcome
 
@@ -84,12 +84,12 @@ def table(outcomes: Sequence[CellOutcome], width: int) -> Iterator[Table | str]:
     made, left = fitted(columns, width)
     yield made
     whole = [outcome.result for outcome in outcomes if outcome.result is not None]
-    yield from filter(None, (left, busy_note(whole, "cells"), *spread(whole)))
+    yield from filter(None, (left, *mark_notes(whole, "cells"), *spread(whole)))
 
 
 def _status(outcome: CellOutcome) -> Text:
-    marks = ("*" if outcome.stale else "") + (BUSY_MARK if is_busy(outcome.result or {}) else "")
-    return Text(outcome.status + marks, style=_STYLE.get(outcome.status, "bold red"))
+    behind = ("*" if outcome.stale else "") + marks(outcome.result or {})
+    return Text(outcome.status + behind, style=_STYLE.get(outcome.status, "bold red"))
 
 
 def _asked(label: str) -> dict[str, str]:

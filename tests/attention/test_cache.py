@@ -33,6 +33,22 @@ def test_a_commit_moves_rows_onto_one_another(keep: list[int]) -> None:
     stage(cache, listed, chains([[0]], [sequence]))
 
 
+def test_rows_stay_where_they_are() -> None:
+    """transformers#30312, #32946, #46629: what was refused is cut off in place, and a window takes that too."""
+    cache, listed = dense(), Listed()
+    at = [storage.data_ptr() for storage in cache._storage]
+    sequence = cache.open()
+    listed.committed[sequence] = []
+    for _ in range(3):
+        first = len(listed.committed[sequence])
+        stage(cache, listed, chains([[0] * 9], [sequence]))
+        cache.commit({sequence: [0, 1]})
+        listed.committed[sequence] += [listed.staged[i][0] for i in (0, 1)]
+        listed.staged.clear()
+        assert cache.length(sequence) == first + 2
+    assert at == [storage.data_ptr() for storage in cache._storage]
+
+
 def test_long_chains_have_no_mask() -> None:
     cache = dense(uniform(1, 1, 4), capacity=400)
     sequence = cache.open()

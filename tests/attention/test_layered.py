@@ -251,5 +251,15 @@ def test_what_a_request_left_never_reaches_the_next() -> None:
     stage(cache, listed, chains([[0, 0]], [a]))
 
 
+def test_no_slot_is_written_twice_by_a_commit() -> None:
+    """Of more rows than a ring holds; which of two would stay is not defined."""
+    cache = layered()
+    sequence = cache.open()
+    cache.stage(chains([[0] * 9], [sequence]))
+    for sight in cache._rings:
+        _, to = cache._moves(sight, sequence, range(9))
+        assert len(set(to)) == len(to)
+
+
 def test_it_is_a_cache() -> None:
     assert isinstance(layered(), Cache)

@@ -147,5 +147,10 @@ def test_what_a_request_left_never_reaches_the_next() -> None:
         assert all(kv.isfinite().all() for kv in cache.view(layer, part))
 
 
+def test_slots_of_a_large_pool_are_64_bits() -> None:
+    """vllm#47671, sglang#20389: a block's number times its size is past 2³¹."""
+    assert paged(16)._slots_of([2**31]).tolist() == list(range(2**35, 2**35 + 16))
+
+
 def test_it_is_a_cache() -> None:
     assert isinstance(paged(), Cache)

@@ -141,6 +141,17 @@ def test_100_000_random_operations(size: int) -> None:
     assert longest > 15
 
 
+def test_of_those_who_share_a_block_the_last_one_keeps_it() -> None:
+    """What is exactly enough is enough: three write behind one half-full block, and two of them copy it."""
+    pool = Pool(3, 4, share=False)
+    first = filled(pool, [1, 2])
+    pool.fork(first)
+    pool.fork(first)
+    pool.stage({sequence: [7, 8] for sequence in pool.tokens})
+    pool.check()
+    assert pool.pages.available == 0
+
+
 def test_a_prefix_is_found_by_whole_blocks() -> None:
     pool = Pool(8, 4)
     pool.free(filled(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9]))

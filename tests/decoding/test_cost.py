@@ -9,6 +9,7 @@ import torch
 
 import decodelab.decoding.cost as cost_module
 from decodelab.attention.book import Book
+from decodelab.attention.paged import PagedCache
 from decodelab.decoding.acceptance.greedy import Greedy
 from decodelab.decoding.cost import (
     DraftCost,
@@ -27,6 +28,7 @@ from decodelab.decoding.cost import (
 from decodelab.decoding.draft import EMPTY, Draft, Gives, Needs, chain
 from decodelab.decoding.law import LawSettings
 from decodelab.decoding.request import request
+from decodelab.drafting.none import Nothing
 from decodelab.tests.tiny import tiny_decoder
 
 
@@ -97,6 +99,16 @@ def test_profiling_feeds_every_k_behind_the_context_and_leaves_no_rows(monkeypat
     assert fed[0] == (20, 20)  # the context is read and committed
     assert sorted(fed[1:]) == sorted([(20, 1), (20, 3), (20, 8)] * 4)  # two rounds of warming up, two timed
     assert {rows for _, rows in fed[1:4]} == {1, 3, 8}  # taking turns
+
+
+def test_rows_are_timed_where_they_will_lie(monkeypatch: pytest.MonkeyPatch):
+    """In pages, if the run's are: the target's and those that the loop decodes in."""
+    target = tiny_decoder()
+    pages = PagedCache(target.config.layout, size=4, dtype=target.dtype, device="cpu")
+    measure_target(target, context=20, rows=(1, 8), repeats=1, pages=pages)
+    assert (pages.peak, pages.pages.used) == (7, 0)  # of 28 rows
+    draft_cost(target, Nothing(), Greedy(), [_request([1] * 30, 6)], pages=pages)
+    assert (pages.peak, pages.pages.used) == (9, 0)
 
 
 def test_the_first_rounds_are_not_timed(monkeypatch: pytest.MonkeyPatch):
@@ -267,8 +279,6 @@ def test_steps_in_which_no_draft_fits_are_no_measure_of_the_drafter(monkeypatch:
 
 
 def test_plain_decoding_drafts_at_no_cost_to_speak_of():
-    from decodelab.drafting.none import Nothing
-
     cost = draft_cost(tiny_decoder(), Nothing(), Greedy(), [_request([1, 2, 3], 6)])
     assert cost.token_s == 0.0
     assert cost.host_s > 0

@@ -139,9 +139,15 @@ def test_a_prompt_that_is_there_whole() -> None:
         assert [n.position for n in news] == ([1, 16] if found else [1])
 
 
-def test_what_was_generated_is_found_by_the_next_turn() -> None:
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_what_was_generated_is_found_by_the_next_turn(seed: int | None) -> None:
+    """By the tokens of the rows that were kept, wherever those stood in a forest and in a batch."""
     law, pages = Greedy(), pool(4)
-    (first,) = loop.generate(target(), requests([SYSTEM], law), Nothing(), law, pages=pages)
+    prompts = [SYSTEM[:9], SYSTEM]
+    answers = [g.tokens for g in reference.generate(target(), requests(prompts, law), law.law())]
+    known = dict(zip(map(tuple, prompts), answers, strict=True))
+    drafter = Nothing() if seed is None else Rigged(thicket(known, seed=seed))
+    _, first = loop.generate(target(), requests(prompts, law), drafter, law, pages=pages)
     turn = [*SYSTEM, *first.tokens, 3, 4]
     (got,) = loop.generate(target(), requests([turn], law), Nothing(), law, pages=pages)
     assert got.prefill.found == 28  # 19 + 10 less the last token, in whole blocks

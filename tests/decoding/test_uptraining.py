@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from decodelab.attention.options import GQA, MHA, MQA, Attention, CrossLayer, LowBits, Native, Window
-from decodelab.decoding.distillation import Distance, StudentLearner
+from decodelab.decoding.distillation import Distance, Origin, StudentLearner
 from decodelab.decoding.model.config import LAYOUT, ModelConfig, with_layout
 from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import ModelSpec, open_source
@@ -128,6 +128,12 @@ def test_the_folder_is_what_was_trained(kind: str, tmp_path: Path):
                 theirs = AutoModelForCausalLM.from_pretrained(folder)(ids).logits[0]
                 passed = made.objective.student(ids).final[0]
                 torch.testing.assert_close(made.objective.student.logits(passed), theirs, rtol=1e-4, atol=1e-5)
+        else:  # not silently with noise for the keys that are not there
+            with pytest.raises(ValueError, match=f"model type `decodelab_{kind}` but Transformers does not recognize"):
+                AutoModelForCausalLM.from_pretrained(folder)
+            with pytest.raises(UserError, match="no words for the decodelab_layout of CrossLayer: give"):
+                Origin(keep=1).check(saved, 8)
+            assert Origin(config={"num_hidden_layers": 1}).check(saved, 8) is None
 
 
 @pytest.mark.parametrize(

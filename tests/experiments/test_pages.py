@@ -62,6 +62,14 @@ def test_a_run(bench: Any, capsys: Any, batch: int, share: str) -> None:
     assert (said in told) == (share == "true")
 
 
+@pytest.mark.parametrize(
+    "words", [["train", "train=medusa"], ["train", "train=kv", "attention=mqa"], ["layers"], ["quantize"]]
+)
+def test_what_keeps_no_pages_says_so(words: list[str], capsys: Any) -> None:
+    assert main([*words, "pages.size=4", "output=x"]) == 2
+    assert f"pages.size=4 is of a run, and {words[0]} keeps no pages: leave it out" in capsys.readouterr().err
+
+
 def test_without_pages_nothing_is_said_of_them(bench: Any, capsys: Any) -> None:
     assert bench.run("timing=untimed") == 0
     assert bench.result["pages"] is None

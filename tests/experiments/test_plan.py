@@ -1,6 +1,7 @@
 """`decodelab plan`: what it prints, whose sizes it finds, and what it refuses; nothing is loaded or fetched."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_published_model(plan):
     assert "27: 1.68 GB each in pages of 16, and 12.3 MB for 15 draft rows" in told
     assert "13: 4,096 slots reserved for each, 50 % of them unused" in told
     assert "note: batch=32 does not fit: 27 do" in told
+
+
+def test_lines_fit_into_a_terminal(plan, monkeypatch):
+    """Sentences wrap between words there, and nowhere else."""
+    known = "model=llama-2-13b", "batch=32", "hardware=h100", "attention=window"
+    assert max(map(len, plan(*known).splitlines())) > 130
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", plan(*known))
+    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 100
 
 
 def test_the_textbooks_formula_is_of_mha(plan):

@@ -11,7 +11,7 @@ from decodelab.attention.cache import DenseCache
 from decodelab.attention.layout import LayerKV, Layout, uniform
 from decodelab.attention.options import MQA, Attention, CrossLayer, Hybrid, LowBits, SinkWindow, Table
 from decodelab.decoding.cost import break_even_alpha, speedup
-from decodelab.decoding.model.config import ModelConfig
+from decodelab.decoding.model.config import ModelConfig, content_of, with_layout
 from decodelab.decoding.model.source import named
 from decodelab.decoding.model.weights import shapes_of
 from decodelab.errors import UserError
@@ -96,6 +96,14 @@ def test_sizes_are_those_that_the_decoder_reads(kind, settings):
         theirs.dim, theirs.heads, theirs.vocab, theirs.max_positions
     )  # fmt: skip
     assert parameters(ours) == sum(prod(shape) for shape in shapes_of(theirs).values())
+
+
+@pytest.mark.parametrize("attention", [CrossLayer(2), SinkWindow(8, 2), MQA()])
+def test_a_layout_that_a_folder_states_is_read(attention):
+    config = tiny_model("llama").config
+    native = ModelConfig.from_hf(config)
+    found = Architecture.of("x", content_of(with_layout(config, attention.layout(native.layout, native.heads))))
+    assert found.layout.layers == attention.layout(native.layout, native.heads).layers
 
 
 def test_weights_are_those_of_a_decoder():
@@ -301,6 +309,17 @@ def test_costs():
         ({"hidden_size": None}, "x: hidden_size must be a whole number above 0, got None"),
         ({"num_hidden_layers": 0}, "x: num_hidden_layers must be a whole number above 0, got 0"),
         ({"num_key_value_heads": 3}, "x: 4 attention heads are not a multiple of 3 KV heads"),
+        ({"num_key_value_heads": -2}, "x: num_key_value_heads must be a whole number of at least 1, or null, got -2"),
+        ({"head_dim": "8"}, "x: head_dim must be a whole number of at least 1, or null, got '8'"),
+        ({"model_type": "mistral", "sliding_window": 0}, "x: sliding_window must be a whole number of at least 1, or"),
+        (
+            {"model_type": "qwen2", "sliding_window": 4, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            r"layer_types must be a list of 2 kinds, one a layer, got \['full_attention'\]",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
+            "x: num_experts_per_tok=4 is more than the 2 of num_local_experts",
+        ),
         ({"model_type": "mixtral"}, "x: num_local_experts must be a whole number above 0, got None"),
         (
             {"model_type": "qwen3_moe", "moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2,

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from decodelab.decoding import training
 from decodelab.experiments.cli import main
+from decodelab.experiments.format import CHANGED, UNTRAINED
 from decodelab.tests.experiments.trainings import words as usual
 
 TEXTS = [
@@ -45,6 +46,8 @@ def test_plain_texts_are_learnt_from(bench: Any, capsys: pytest.CaptureFixture[s
     assert not any("train=kv" in warning for warning in bench.result["warnings"])
     assert main(["check", f"model.path={folder}", "attention=cross_layer", "attention.share=1"]) == 2
     assert "layer 1 would have keys of its own, but its weights have none" in capsys.readouterr().out
+    assert main(["check", f"model.path={folder}", "compare_hf=true"]) == 2
+    assert "transformers has no words for the layout of out: leave compare_hf out" in capsys.readouterr().out
 
 
 def test_answers_are_learnt_from(bench: Any, capsys: pytest.CaptureFixture[str]):
@@ -110,10 +113,13 @@ def test_a_row_without_text_is_named(bench: Any, capsys: pytest.CaptureFixture[s
     )
 
 
-@pytest.mark.parametrize(("attention", "told"), [("mqa", True), ("mha", False)])
-def test_untrained_weights_run_with_a_warning(attention: str, told: bool, bench: Any):
+@pytest.mark.parametrize(("attention", "told"), [("mqa", UNTRAINED), ("mha", None), ("kv_int4", CHANGED)])
+def test_a_target_that_is_another_one_runs_with_a_warning(
+    attention: str, told: str | None, bench: Any, capsys: pytest.CaptureFixture[str]
+):
     assert bench.run(f"attention={attention}", "timing=untimed", "task.limit=2") == 0
-    assert any("train=kv trains them" in warning for warning in bench.result["warnings"]) == told
+    assert {one for one in bench.result["warnings"] if one in (UNTRAINED, CHANGED)} == ({told} if told else set())
+    assert f": prompt_lookup, greedy, {attention}, task\n" in capsys.readouterr().out
 
 
 def test_shared_caches_are_not_calibrated_block_by_block(bench: Any, capsys: pytest.CaptureFixture[str]):

@@ -201,6 +201,16 @@ def test_a_quantiser_is_named_where_rows_differ_in_it():
 # --- quality
 
 
+def test_a_layout_of_keys_is_named_where_rows_differ_in_it():
+    of = "decodelab.attention.options."
+    kinds = [{"_target_": of + "Native"}, {"_target_": of + "SinkWindow", "size": 8, "sinks": 4}]
+    kinds += [{"_target_": of + "LowBits", "bits": 4}, {"_target_": of + "MQA", "pool": "mean"}, None]
+    found = group(*(run(str(i), config__attention=kind) for i, kind in enumerate(kinds[:4])))
+    assert sorted(row.label for row in found.rows) == [
+        "prompt_lookup", "prompt_lookup kv_int4", "prompt_lookup mqa", "prompt_lookup sink_window",
+    ]  # fmt: skip
+
+
 def test_kl_to_one_reference_is_a_score_of_which_less_is_better():
     def led(kl: float, key: str = "ref") -> dict[str, Any]:
         found = {"reference": {"key": key}, "tokens": 90, "kl": {"value": kl, "low": None, "high": None, "n": 9}}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decodelab.experiments.format import NOISY
+from decodelab.experiments.format import CHANGED, NOISY, UNTRAINED
 from decodelab.experiments.report.changes import Change, Comparison, compare
 from decodelab.experiments.report.load import Found, Run, Unfinished, at
 from decodelab.experiments.report.rows import Value, grouped
@@ -193,6 +193,21 @@ def test_runs_of_a_busy_machine_are_marked():
     assert r"| prompt\_lookup seed=0 ‡ |" in text
     lines = list(csv.DictReader(io.StringIO(comma_separated(grouped(runs), Found((), (), ()), None))))
     assert [line["warnings"] for line in lines] == [f"one; {NOISY}", ""]
+
+
+def test_a_target_of_another_layout_is_marked_until_its_quality_stands_beside_it():
+    scored = {"tasks": {"t": {"main": "acc", "metrics": {"acc": interval(0.5)}}}}
+    runs = [
+        run("a", warnings=[UNTRAINED]),
+        run("b", config__seed=1, warnings=[CHANGED, NOISY]),
+        run("c", config__seed=2, warnings=[UNTRAINED], quality=scored),
+    ]
+    lines = terminal(runs, width=200)
+    told = "§ 2 of 3 runs keep keys and values as their model does not, and have no quality beside their speed: give"
+    assert any(line.startswith(told) for line in lines)
+    marked = {line.split()[1]: line.split()[2] for line in lines if line.startswith("prompt_lookup seed=")}
+    assert [marked[f"seed={i}"] for i in (0, 1)] == ["§", "‡§"]
+    assert "§" not in marked["seed=2"]
 
 
 @pytest.mark.parametrize(
