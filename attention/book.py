@@ -98,11 +98,6 @@ class Book:
         if self._staged_of[sequence]:
             raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is {what}")
 
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        """Those that are open."""
-        return tuple(self._length)
-
     def length(self, sequence: int) -> int:
         """Committed rows."""
         return self._length[sequence]

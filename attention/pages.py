@@ -57,10 +57,6 @@ class Pages:
     def used(self) -> int:
         return self.total - self.available
 
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        return tuple(self._tables)
-
     def table(self, sequence: int) -> tuple[int, ...]:
         """Its blocks: row i lies in block i // size at place i % size."""
         return tuple(self._tables[sequence].blocks)

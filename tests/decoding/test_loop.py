@@ -218,13 +218,13 @@ def test_the_cache_holds_prompt_and_output_less_the_last(
             cache = opened[-1]
             assert cache.staged == 0
             for i, sequence in sequences(drafter).items():
-                if sequence in cache._book.sequences:
+                if sequence in cache._book._length:
                     assert cache.length(sequence) == len(PROMPTS[i]) + len(out[i].tokens) - 1
                     text = [*PROMPTS[i], *out[i].tokens]
                     reports = [x[0] for kind, s, *x in drafter.log if kind == "seen" and s == sequence]
                     assert sum(len(r.tokens) for r in reports) == len(text) - 1
                     assert reports[-1].committed is None or len(reports[-1].committed[1]) == len(reports[-1].tokens)
-        assert not cache._book.sequences  # all were freed
+        assert not cache._book._length  # all were freed
 
 
 def test_the_cached_keys_are_those_of_the_text(decoder: Decoder, answers: Answers, opened: list[DenseCache]) -> None:
@@ -233,7 +233,7 @@ def test_the_cached_keys_are_those_of_the_text(decoder: Decoder, answers: Answer
     for out in steps:
         text = [*PROMPTS[1], *out[0].tokens][:-1]
         cache = opened[0]
-        if not cache._book.sequences:
+        if not cache._book._length:
             break
         fresh = DenseCache(cache.layout, sequences=1, capacity=64, dtype=torch.float64, device="cpu")
         decoder(chains([text], [fresh.open()]), fresh)
