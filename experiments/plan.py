@@ -246,7 +246,7 @@ def _facts(p: _Planned) -> Table:
     )
     table.add_row("", "2 × layers with keys of their own × KV heads × head width × bytes")
     mha = MHA().layout(a.layout, a.heads)
-    if mha != setup.layout:
+    if mha.bytes_per_token(itemsize) != setup.layout.bytes_per_token(itemsize):
         told = f"{mha.bytes_per_token(itemsize) / 1024:.1f} KiB: MHA, where each has a KV head of its own"
         table.add_row(
             "", f"the textbook's formula, with all {a.heads} attention heads in all {a.layers} layers, is {told}"

@@ -1,6 +1,7 @@
 """The group `attention` in commands: what `check` shows, what runs, and what is refused before any weight is loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from decodelab.attention.options import Window
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.decoding.model.source import ModelSpec, open_source
 from decodelab.experiments.cli import main
+from decodelab.experiments.compose import compose
+from decodelab.experiments.composition import resolve
+from decodelab.experiments.format import CHANGED
 from decodelab.experiments.lab import Warm
+from decodelab.experiments.quality.settings import QualitySettings
 from decodelab.tests.experiments.bench import Bench
 
 RECIPE = 'attention.layers="1*(window=8) 1*full | kv_heads=1 bits=8"'
@@ -29,6 +34,13 @@ def test_check_draws_the_layers(words, capsys):
     assert "layer 0  AB" in told
     assert "A  1 layer: 8 tokens back, 2 KV heads, 16 bits" in told
     assert told.splitlines()[-1] == "runs"
+
+
+def test_quality_is_asked_for_until_it_is_measured(words, bench):
+    config, source = compose([*words, "attention=window"]), open_source(ModelSpec(path=str(bench.checkpoint)))
+    assert resolve(config, source).warnings == (CHANGED,)
+    assert resolve(replace(config, quality=QualitySettings(tasks=("arc_easy",))), source).warnings == ()
+    assert resolve(compose([*words, "attention=mha"]), source).warnings == ()
 
 
 def test_what_cannot_be_carried_out_is_refused(words, capsys, monkeypatch):
