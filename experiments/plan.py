@@ -265,7 +265,7 @@ def _facts(p: _Planned) -> Table:
     drafts = f", {_gb(room.drafter)} of draft models" if room.drafter else ""
     table.add_row("headroom", f"{_gb(room.headroom)}: {kept}, {_gb(room.weights)} of weights{drafts}")
     draft = f", and {_mb(room.draft)} for {p.rows} draft rows" if p.rows else ""
-    draft += " and its drafter's keys and values" if p.drafters else ""
+    draft += f", {_mb(room.drafter_kv)} for its drafter's keys and values" if p.drafters else ""
     table.add_row(
         "sequences that fit", f"{room.concurrency:,}: {_mb(room.sequence)} each in pages of {job.page}{draft}"
     )

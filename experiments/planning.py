@@ -380,8 +380,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many sequences fit into one device's memory. All in bytes, `sequence` and `draft` of one sequence: its tokens
-    in whole pages, and its rows and its drafter's keys and values."""
+    """How many sequences fit into one device's memory. In bytes; of one sequence are `sequence`, its tokens in whole
+    pages, `draft`, the rows of a draft, and `drafter_kv`, its drafter's keys and values."""
 
     memory: int | float
     reserve: int | float
@@ -389,6 +389,7 @@ class Room:
     drafter: int | float
     sequence: int
     draft: int
+    drafter_kv: int
     contiguous: int
 
     @property
@@ -398,11 +399,14 @@ class Room:
 
     @property
     def concurrency(self) -> int:
-        return max(0, int(self.headroom // (self.sequence + self.draft)))
+        return self._fit(self.sequence)
 
     @property
     def contiguous_concurrency(self) -> int:
-        return max(0, int(self.headroom // (self.contiguous + self.draft)))
+        return self._fit(self.contiguous)
+
+    def _fit(self, sequence: int) -> int:
+        return max(0, int(self.headroom // (sequence + self.draft + self.drafter_kv)))
 
 
 def room(
@@ -416,15 +420,14 @@ def room(
         raise UserError(
             f"context={context}, but {reserved} tokens are reserved: give a plan.max_length of at least that"
         )
-    draft = rows * own.bytes_per_token(itemsize)
-    draft += sum(paged_bytes(d.layout, context, d.itemsize, job.page) for d in drafters)
     return Room(
         memory=peak.memory,
         reserve=job.reserve * peak.memory,
         weights=setup.weight_bytes / setup.devices,
         drafter=sum(d.weight_bytes for d in drafters),
         sequence=paged_bytes(own, context, itemsize, job.page),
-        draft=draft,
+        draft=rows * own.bytes_per_token(itemsize),
+        drafter_kv=sum(paged_bytes(d.layout, context, d.itemsize, job.page) for d in drafters),
         contiguous=own.bytes_per_token(itemsize) * reserved,
     )
 

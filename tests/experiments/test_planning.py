@@ -270,9 +270,10 @@ def test_drafts_take_room_of_their_own():
     draft = setup("llama-3.2-1b")
     plain = room(setup("llama-3-8b"), H100, PlanJob(), 1000)
     found = room(setup("llama-3-8b"), H100, PlanJob(page=64), 1000, rows=5, drafters=[draft])
-    assert plain.draft == plain.drafter == 0
+    assert plain.draft == plain.drafter == plain.drafter_kv == 0
     assert found.sequence == 1024 * 131072
-    assert found.draft == 5 * 131072 + 1024 * 32768
+    assert (found.draft, found.drafter_kv) == (5 * 131072, 1024 * 32768)
+    assert found.concurrency == found.headroom // (1024 * 131072 + 5 * 131072 + 1024 * 32768)
     assert found.drafter == 2 * 1_235_814_400
     assert found.concurrency < plain.concurrency
 
