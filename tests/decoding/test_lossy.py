@@ -8,7 +8,7 @@ from decodelab.decoding.draft import EMPTY, Draft, Room, chain, tree
 from decodelab.decoding.law import Law, Processors
 from decodelab.decoding.noise import Noise, gumbels
 from decodelab.errors import UserError
-from decodelab.tests.enumeration import outcomes
+from decodelab.tests.enumeration import outcomes, unchecked
 from decodelab.tests.rigged import State, drawn
 from decodelab.tests.tables import EXACT, PROMPT, bias, one_hot, step, table
 
@@ -70,8 +70,9 @@ def test_an_ensemble_has_the_law_that_it_says(monkeypatch: pytest.MonkeyPatch, w
     assert [found.get(t, 0.0) for t in range(4)] == pytest.approx(want.tolist(), abs=1e-6)
 
 
-def test_an_ensemble_has_its_law_whatever_noise_the_drafter_saw() -> None:
+def test_an_ensemble_has_its_law_whatever_noise_the_drafter_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that is coupled to the target chooses by the noise of the target's own draw."""
+    unchecked(monkeypatch)
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
 
     def coupled(state: State, room: Room, noise: Noise) -> Draft:

@@ -9,6 +9,7 @@ import yaml
 from decodelab.errors import UserError
 from decodelab.experiments.compose import Composer, compose
 from decodelab.experiments.composition import resolve
+from decodelab.experiments.sweep import grid
 from decodelab.experiments.sweep.grid import Cell, composed, expand
 from decodelab.experiments.sweep.search import check_space
 
@@ -125,14 +126,18 @@ def test_an_experiment_is_a_sweep(tmp_path: Path):
     "words",
     [
         ["seed=range(0,1000000000)"],
-        ["seed=range(0,101)", "batch=range(0,100)"],
-        ["seed=range(0,9000)", "sweep=[{batch: 1}, {batch: 2}]"],
-        [f"sweep={{seed: {list(range(101))}, batch: {list(range(100))}}}"],
-        [f"sweep=[{{seed: {list(range(101))}, batch: {list(range(100))}}}]"],
+        ["seed=range(0,11)", "batch=range(0,10)"],
+        ["seed=range(0,90)", "sweep=[{batch: 1}, {batch: 2}]"],
+        [f"sweep={{seed: {list(range(11))}, batch: {list(range(10))}}}"],
+        [f"sweep=[{{seed: {list(range(11))}, batch: {list(range(10))}}}]"],
     ],
 )
-def test_more_cells_than_anyone_waits_for_are_refused(words: list[str], composer: Composer):
-    with pytest.raises(UserError, match=r"^these are more cells than the 10,000 of a sweep, at least 10,[01]"):
+def test_more_cells_than_anyone_waits_for_are_refused(
+    words: list[str], composer: Composer, monkeypatch: pytest.MonkeyPatch
+):
+    assert grid.MOST == 10_000
+    monkeypatch.setattr(grid, "MOST", 100)
+    with pytest.raises(UserError, match=r"^these are more cells than the 100 of a sweep, at least 1[01]\d:"):
         expand(words, composer)
 
 
