@@ -26,7 +26,7 @@ torch.set_num_threads(1)  # tiny tensors; more threads only fight over the cores
 
 def _of_arrays(hint: Any) -> bool:
     """Whether only jaxtyping knows what to do with it; a text, too, since it leaves alone what it cannot resolve."""
-    if isinstance(hint, str | ForwardRef) or isinstance(hint, type) and issubclass(hint, AbstractArray):
+    if isinstance(hint, str | ForwardRef) or (isinstance(hint, type) and issubclass(hint, AbstractArray)):
         return True
     return any(map(_of_arrays, hint if isinstance(hint, list) else get_args(hint)))
 
