@@ -22,6 +22,8 @@ from .rows import Rows, forest, segments
 # More rows of a prompt than this attend without a mask of their own (`causal_attention`).
 LONG_CHAIN = 64
 
+_NOTHING = np.zeros((0, 0), dtype=bool)
+
 Run = tuple[int, int, int]  # (sequence, first row, row after the last) of a forward
 Shown = Callable[[Sight, int], np.ndarray]
 
@@ -30,7 +32,9 @@ Shown = Callable[[Sight, int], np.ndarray]
 class Part:
     """The rows of one sequence in one forward: rows `first` to `stop` of it, written from slot `slot` on.
 
-    `keys`: how many slots rows without a window look at; layers that keep a window alone have fewer to show.
+    `committed`: rows of the sequence before them, of which all see all; `sees` [staged, staged]: which of its staged
+    rows, these among them, see which (nothing where `causal`). `keys`: how many slots rows without a window look at;
+    layers that keep a window alone have fewer to show.
     `blocked[W, S]` [rows, B]: what a row must not see of the last B of the slots that it looks at, for layers with
     window W (None: no window) and S sinks; no entry where every row sees everything. `causal`: a long chain.
     """
@@ -41,6 +45,8 @@ class Part:
     slot: int
     keys: int
     causal: bool
+    committed: int
+    sees: Bool[np.ndarray, "staged staged"]
     blocked: Mapping[Sight, Bool[Tensor, "rows B"]]
 
 
@@ -155,7 +161,9 @@ class Book:
         earlier = len(mine) - count
         slot = committed + earlier
         if rows.prompt and not earlier and count > LONG_CHAIN:
-            return Part(sequence, a, b, slot, slot + count, True, {}), np.arange(slot, slot + count)
+            return Part(sequence, a, b, slot, slot + count, True, committed, _NOTHING, {}), np.arange(
+                slot, slot + count
+            )
         keys = padded_keys(slot + count)
         shape = self.shape(sequence) if earlier or not rows.chain else tuple(range(-1, count - 1))
         depth, sees = forest(shape)
@@ -177,7 +185,7 @@ class Book:
                 seen[:, len(before) :] &= sees[earlier:]
                 hidden[:, : seen.shape[1]] = ~seen
             blocked[window, sink] = torch.from_numpy(hidden).to(self._device)
-        return Part(sequence, a, b, slot, keys, False, blocked), at
+        return Part(sequence, a, b, slot, keys, False, committed, sees, blocked), at
 
     def places(self, sequence: int, kept: Sequence[int]) -> list[int]:
         """Which of the sequence's staged rows these are, counted from its first one."""

@@ -1,12 +1,14 @@
 """Where keys and values lie, for the rows of a `Book`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..kernels.step import Pool
 from ..kernels.verify_attention import padded_keys
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
@@ -140,6 +142,13 @@ class DenseCache:
         """A sequence is a block."""
         owner = self.layout.layers[layer].owner
         return Keys(self._k[owner].transpose(1, 2), self._v[owner].transpose(1, 2), tables=reads.tables[0])
+
+    @cached_property
+    def pools(self) -> Any:
+        """A `Pool` a layer: of what it looks at."""
+        owners = [layer.owner for layer in self.layout.layers]
+        pools = [Pool(self._k[owner].data_ptr(), self._v[owner].data_ptr()) for owner in owners]
+        return (Pool * len(owners))(*pools)
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sequence, kept in keep.items():

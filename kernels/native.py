@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from jaxtyping import BFloat16
+from torch import Tensor
 
 from ..cache_dir import cache_dir
 
@@ -28,8 +30,30 @@ def library() -> ctypes.CDLL | None:
     if missing():
         return None
     found = ctypes.CDLL(str(_path()))
-    found.matmul_codes.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 7
+    found.product.argtypes = [ctypes.POINTER(Product), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    found.layers.argtypes = [ctypes.c_void_p]
     return found
+
+
+class Product(ctypes.Structure):
+    """y [T, N] = x [T, K] Wᵀ + b, all in bfloat16: pointers to W as it is or in codes, to b, and to the order in which
+    columns are read. It keeps none of them alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "bias", "order")),
+        *((name, ctypes.c_int32) for name in ("N", "K", "group", "bits", "shifted")),
+    )
+
+    def __call__(self, x: BFloat16[Tensor, "T K"]) -> BFloat16[Tensor, "T N"]:
+        found = library()
+        assert found is not None
+        assert x.dtype == torch.bfloat16
+        assert x.shape[1] == self.K
+        x = x.contiguous()
+        y = x.new_empty(len(x), self.N)
+        if found.product(ctypes.byref(self), x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads()):
+            raise MemoryError(f"no memory for {len(x)} rows of {self.K}")
+        return y
 
 
 @cache
@@ -73,7 +97,8 @@ def _path() -> Path:
         timeout=_SECONDS,
         check=True,
     )
-    code = [file.read_text(encoding="utf-8") for file in (*_sources(), Path(__file__).with_name("native.h"))]
+    here = Path(__file__).parent
+    code = [file.read_text(encoding="utf-8") for file in (*_sources(), *sorted(here.glob("**/native.h")))]
     about = "\n".join([version.stdout, target.stdout, *_FLAGS, torch.__version__, *code])
     folder = Path(os.environ.get("DECODELAB_NATIVE") or cache_dir() / "native").expanduser()
     return folder / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"

@@ -19,6 +19,7 @@ from ..kernels.matmul_w4.layer import TritonLinear
 from ..kernels.matmul_w4.op import Weight
 from ..kernels.matmul_w8 import cpu as w8
 from ..kernels.matmul_w8 import rounded_rows
+from ..kernels.native import Product
 from .codes import Codes, pack
 
 _SLICE = 2048  # output rows of the weight that are dequantised at a time, for a prompt
@@ -38,6 +39,10 @@ class QuantisedLinear(nn.Module):
         self.bits, self.rounds = codes.bits, codes.activation_bits is not None
         self.packed, self.order = _packed(codes, dtype)
         self.whole = Linear(codes.dequantise(dtype), bias) if self.packed is None else None  # one of the two holds it
+        self.native = None if self.whole is None else self.whole.native
+        if isinstance(self.packed, native.Packed):
+            self.order = None if self.order is None else self.order.int()
+            self.native = self.packed.product(bias, self.order)
 
     @property
     def implementation(self) -> str:
@@ -67,11 +72,12 @@ class QuantisedLinear(nn.Module):
         """`prefill`: the rows are a prompt's, which may be summed in another order than others."""
         if self.whole is not None:
             return self.whole(_rounded(x) if self.rounds else x)
+        if self.native is not None:  # as fast for a prompt
+            return self.native(x)
         assert self.packed is not None
+        assert not isinstance(self.packed, native.Packed)
         if self.order is not None:
             x = x[:, self.order]
-        if isinstance(self.packed, native.Packed):  # as fast for a prompt
-            return self.packed(x, self.bias)
         if isinstance(self.packed, w8.PackedRounded) or not prefill:
             y = self.packed(x)
         else:  # the products of few rows dequantise the weight again for every few of them
@@ -194,3 +200,10 @@ class Beside(nn.Module):
 
     def dense(self) -> Float[Tensor, "N K"]:
         return torch.cat([part.dense() for part in self.parts])
+
+
+def natives(layer: Linear | QuantisedLinear | TritonLinear | Beside) -> list[Product]:
+    """Our own products of the CPU that a layer consists of; none where another computes it, or a part of it."""
+    parts = layer.parts if isinstance(layer, Beside) else (layer,)
+    found = [part.native for part in parts if not isinstance(part, TritonLinear) and part.native is not None]
+    return found if len(found) == len(parts) else []

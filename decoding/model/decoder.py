@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, cast
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ...attention.book import Placement
 from ...attention.cache import Cache, DenseCache
 from ...attention.layered import LayeredCache
 from ...attention.paged import PagedCache
@@ -20,6 +22,7 @@ from ...quantization.codes import Codes
 from .block import Block
 from .config import ModelConfig
 from .fused import Fused
+from .native import NativeLayers
 from .reading import Product, Weights
 
 # The residual stream that enters layer i (i = layers: that leaves the last one), or what the unembedding reads.
@@ -82,6 +85,7 @@ class Decoder(nn.Module):
         self.norm = weights.read("model.norm.weight")
         self.unembedding = weights.linear(self.embedding) if config.tied else weights.product(["lm_head"], False)
         self._fused = None if ours is None else Fused.of(config, self.device, ours.row_invariant)
+        self._native = NativeLayers.of(config, list(cast(Iterable[Block], self.blocks)), dtype, self.device)
         self._grow(0)
 
     def _grow(self, positions: int) -> None:
@@ -110,6 +114,8 @@ class Decoder(nn.Module):
         attention = "torch sdpa"
         if self._fused is not None:
             attention = self._fused.attention
+        elif self._native is not None:
+            attention = "native, prefill torch sdpa"
         elif self.device.type == "cpu":
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
         return {"linear": ", ".join(products), "attention": attention}
@@ -153,6 +159,8 @@ class Decoder(nn.Module):
                     hidden[layer] = step.stream(x)
                 x = step.through(cast(Block, self.blocks[layer]), x)
             x = step.stream(x)
+        elif self._native is not None and self._native.takes(cache, place):
+            x = self._natively(x, list(order), cache, place, hidden, taps)
         else:
             cos, sin = self.cos[place.positions], self.sin[place.positions]
             for layer in order:
@@ -168,3 +176,23 @@ class Decoder(nn.Module):
         if "final" in taps:
             hidden["final"] = x
         return Output(self.unembedding(x if logits_of is None else x[logits_of.to(self.device)]), hidden)
+
+    def _natively(
+        self,
+        x: Float[Tensor, "T dim"],
+        order: Sequence[int],
+        cache: Cache,
+        place: Placement,
+        hidden: dict[Tap, Tensor],
+        taps: Collection[Tap],
+    ) -> Float[Tensor, "T dim"]:
+        """All layers between two taps in one call."""
+        assert self._native is not None
+        assert isinstance(cache, DenseCache)
+        borders = [i for i, layer in enumerate(order) if layer in taps]
+        for a, b in pairwise([0, *borders, len(order)]):
+            if b > a:
+                x = self._native(x, order[a:b], cache, place, self.cos, self.sin)
+            if b < len(order):
+                hidden[order[b]] = x
+        return x

@@ -3,26 +3,18 @@ columns, which VNNI's sums of integers take, so that 8 rows cost hardly more tha
 rows stand beside it, prompts included."""
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
-from jaxtyping import BFloat16, Float, UInt8
+from jaxtyping import BFloat16, Float, Int32, UInt8
 from torch import Tensor
 
-from ..native import library
+from ..native import Product, library
 
 BLOCK, TILE = 32, 16
 
 
-@cache
-def _function() -> Any:
-    found = library()
-    return None if found is None else found.matmul_codes
-
-
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.bfloat16 and device.type == "cpu" and _function() is not None
+    return dtype == torch.bfloat16 and device.type == "cpu" and library() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +28,12 @@ class Packed:
     shifted: bool
 
     def __call__(self, x: BFloat16[Tensor, "T K"], bias: BFloat16[Tensor, " N"] | None) -> BFloat16[Tensor, "T N"]:
-        x, (N, K) = x.contiguous(), self.shape
-        y = x.new_empty(len(x), N)
-        at = (x.data_ptr(), self.data.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-        if _function()(*at, len(x), N, K, self.group, self.bits, self.shifted, torch.get_num_threads()):
-            raise MemoryError(f"no memory for {len(x)} rows of {K}")
-        return y
+        return self.product(bias)(x)
+
+    def product(self, bias: BFloat16[Tensor, " N"] | None, order: Int32[Tensor, " K"] | None = None) -> Product:
+        """`order`: in which x's columns are read."""
+        at = [None if each is None else each.data_ptr() for each in (self.data, bias, order)]
+        return Product(*at, *self.shape, self.group, self.bits, self.shifted)
 
     @property
     def nbytes(self) -> int:

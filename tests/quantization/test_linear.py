@@ -12,6 +12,7 @@ from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
+from decodelab.kernels.linear import native as dense
 from decodelab.kernels.linear.reference import relative_error
 from decodelab.kernels.matmul_w4 import cpu as w4
 from decodelab.kernels.matmul_w4 import native
@@ -26,7 +27,7 @@ from decodelab.quantization.w8a8 import W8A8
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import Rigged, ask, oracle, thicket
 
-BF16, CAN_PACK = torch.bfloat16, native.can_pack
+BF16, CAN_PACK, CAN_MULTIPLY = torch.bfloat16, native.can_pack, dense.can_multiply
 packs = pytest.mark.skipif(
     not w4.can_pack(BF16, torch.device("cpu")), reason="this processor has no packed products of few bits"
 )
@@ -37,6 +38,7 @@ def torchs_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """PyTorch's products, which stand in where ours in C++ are not."""
     if "native_products" not in request.fixturenames:
         monkeypatch.setattr(native, "can_pack", lambda *_: False)
+        monkeypatch.setattr(dense, "can_multiply", lambda *_: False)
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ def test_our_own_products_are_of_the_weight_and_of_rounded_rows(name: str, rng: 
     bias, x = torch.randn(N, generator=rng).to(BF16), torch.randn(100, K, generator=rng).to(BF16)
     layer = QuantisedLinear(codes, bias, BF16)
     if name in OTHERS:
-        assert "native" not in layer.implementation
+        assert "inputs in 8 bits" not in layer.implementation
         return
     assert layer.implementation == f"int{codes.bits} (native, inputs in 8 bits)"
     weight = codes.dequantise(torch.float64)
@@ -279,6 +281,7 @@ def test_greedy_speculation_emits_what_plain_decoding_over_the_same_weights_does
         if (why := missing()) is not None:
             pytest.skip(why)
         monkeypatch.setattr(native, "can_pack", CAN_PACK)
+        monkeypatch.setattr(dense, "can_multiply", CAN_MULTIPLY)
     target = quantised(name, products)
     used = target.implementation["linear"]
     assert ("native" in used) == (products == "native")

@@ -1,10 +1,10 @@
 // y = x̂ Wᵀ + b over codes of 4 or 8 bits in groups, x̂ being x rounded to 8 bits in blocks of 32 columns. Sums of a block
 // are of integers; those of blocks and groups are in float32 and in one order, whatever the number of rows and threads.
-#include <stdlib.h>
-
+#pragma once
 #include "../native.h"
 
 static const int BLOCK = 32;  // columns of x with one scale
+static const int AHEAD = 2048;  // bytes that are fetched before they are needed
 static const int ROWS = 8;    // of x that are taken at once: what the registers hold
 
 struct Weight {
@@ -19,8 +19,12 @@ struct Rounded {
     float* sums;      // [T, K / group], of what the values stand for
 };
 
-static void round_row(const uint16_t* x, int8_t* values, float* scales, float* sums, int K, int group) {
-    for (int g = 0; g < K / group; g++) {
+// Groups `first` to `stop` of row t of x [T, K].
+static void round_groups(const uint16_t* x, const Rounded& to, int t, int K, int group, int first, int stop) {
+    int8_t* values = to.values + (int64_t)t * K + (int64_t)first * group;
+    float *scales = to.scales + (int64_t)t * (K / BLOCK) + first * (group / BLOCK), *sums = to.sums + (int64_t)t * (K / group) + first;
+    x += (int64_t)t * K + (int64_t)first * group;
+    for (int g = first; g < stop; g++) {
         float whole = 0;
         for (int block = 0; block < group / BLOCK; block++, x += BLOCK, values += BLOCK) {
             floats a = from_bf16(x), b = from_bf16(x + 16);
@@ -44,7 +48,7 @@ static void round_row(const uint16_t* x, int8_t* values, float* scales, float* s
 }
 
 template <int BITS, bool SHIFTED, int R>
-static void tile(const Weight& w, int n, const Rounded& x, int t, const uint16_t* bias, uint16_t* y) {
+static void tile(const Weight& w, int n, const Rounded& x, int t, const uint16_t* bias, uint16_t* y, int stride) {
     const uint8_t* at = w.data + n * w.tile;
     const int blocks = w.K / BLOCK, groups = w.K / w.group;
     const int8_t* values = x.values + (int64_t)t * w.K;
@@ -61,6 +65,7 @@ static void tile(const Weight& w, int n, const Rounded& x, int t, const uint16_t
 #pragma GCC unroll 8
             for (int k = 0; k < BLOCK; k += BITS == 4 ? 8 : 4) {
                 const bytes codes = *(const bytes*)at;
+                _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
                 at += 64;
                 if (BITS == 4) {
                     const bytes low = codes & 15, high = codes >> 4;
@@ -89,42 +94,16 @@ static void tile(const Weight& w, int n, const Rounded& x, int t, const uint16_t
     if (bias) memcpy(whole, bias + first, 2 * (left < 16 ? left : 16));
     const floats added = from_bf16(whole);
     for (int r = 0; r < R; r++) {
-        uint16_t* out = y + (int64_t)(t + r) * w.N + first;
+        uint16_t* out = y + (int64_t)(t + r) * stride + first;
         to_bf16(total[r] + added, whole);
         memcpy(out, whole, 2 * (left < 16 ? left : 16));
     }
 }
 
 template <int BITS, bool SHIFTED, int R = ROWS>
-static void rows(const Weight& w, int n, const Rounded& x, int t, int T, const uint16_t* bias, uint16_t* y) {
-    for (; T - t >= R; t += R) tile<BITS, SHIFTED, R>(w, n, x, t, bias, y);
+static void rows(const Weight& w, int n, const Rounded& x, int t, int T, const uint16_t* bias, uint16_t* y, int stride) {
+    for (; T - t >= R; t += R) tile<BITS, SHIFTED, R>(w, n, x, t, bias, y, stride);
     if constexpr (R > 1)
-        if (t < T) rows<BITS, SHIFTED, R - 1>(w, n, x, t, T, bias, y);
+        if (t < T) rows<BITS, SHIFTED, R - 1>(w, n, x, t, T, bias, y, stride);
 }
 
-extern "C" int matmul_codes(const uint16_t* x, const uint8_t* data, const uint16_t* bias, uint16_t* y, int T, int N, int K,
-                            int group, int bits, int shifted, int threads) {
-    const int blocks = K / BLOCK, groups = K / group, tiles = (N + 15) / 16;
-    static thread_local char* room = nullptr;
-    static thread_local size_t size = 0;
-    const size_t floats_at = ((size_t)T * K + 63) / 64 * 64, needed = floats_at + 4 * (size_t)T * (blocks + groups);
-    if (needed > size) {
-        free(room);
-        room = (char*)malloc(needed);
-        size = room ? needed : 0;
-        if (!room) return 1;
-    }
-    const Rounded r = {(int8_t*)room, (float*)(room + floats_at), (float*)(room + floats_at) + (size_t)T * blocks};
-    const Weight w = {data, N, K, group, (int64_t)groups * ((shifted ? 64 : 48) + group * 2 * bits)};
-    auto* each = bits == 4 ? (shifted ? rows<4, true> : rows<4, false>) : (shifted ? rows<8, true> : rows<8, false>);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; t++)
-            round_row(x + (int64_t)t * K, r.values + (int64_t)t * K, r.scales + (int64_t)t * blocks,
-                      r.sums + (int64_t)t * groups, K, group);
-#pragma omp for schedule(static)
-        for (int n = 0; n < tiles; n++) each(w, n, r, 0, T, bias, y);
-    }
-    return 0;
-}

@@ -1,0 +1,73 @@
+"""A decoder's layers in one call, where the CPU's kernels in C++ run and every layer's products are among them."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import BFloat16
+from torch import Tensor
+
+from ...attention.book import Placement
+from ...attention.cache import Cache, DenseCache
+from ...kernels.step import HEAD_DIMS, UNIT, Call, Fused, Layer, Part, run
+from ...quantization.linear import natives
+from .block import Block
+from .config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayers:
+    """What all forwards of one decoder share; `layers` point into `blocks`."""
+
+    config: ModelConfig
+    blocks: Sequence[Block]
+    layers: ctypes.Array[Layer]
+
+    @staticmethod
+    def of(
+        config: ModelConfig, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device
+    ) -> "NativeLayers | None":
+        """None where something of them is computed elsewhere."""
+        c = config
+        widths = (c.dim, c.mlp_dim, c.heads * c.head_dim)
+        fits = c.head_dim in HEAD_DIMS and not any(width % UNIT for width in widths)
+        if dtype != torch.bfloat16 or device.type != "cpu" or not fits:
+            return None
+        products = [[natives(each) for each in (b.qkv, b.output, b.gate_up, b.down)] for b in blocks]
+        if not all(all(each) for each in products):
+            return None
+        found = (Layer * len(blocks))()
+        for i, (b, each) in enumerate(zip(blocks, products, strict=True)):
+            norms = [None if norm is None else norm.data_ptr() for norm in (b.attention_norm, b.mlp_norm, b.qk_norm)]
+            window, sink = b.sight
+            heads = (b.heads, b.kv_heads, b.rotates, b.owns, -1 if window is None else window, sink)
+            found[i] = Layer(*map(Fused.of, each), *norms, b.eps, b.scale, *heads)
+        return NativeLayers(c, blocks, found)
+
+    def takes(self, cache: Cache, place: Placement) -> bool:
+        """Whether this forward is one of those that it computes: of few rows, over a contiguous cache of 16 bits."""
+        return isinstance(cache, DenseCache) and not any(part.causal for part in place.parts)
+
+    def __call__(
+        self,
+        x: BFloat16[Tensor, "T dim"],
+        order: Sequence[int],
+        cache: DenseCache,
+        place: Placement,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> BFloat16[Tensor, "T dim"]:
+        """The stream behind the layers `order`. `cos`, `sin`: of all positions."""
+        c, D = self.config, self.config.head_dim
+        x = x.clone()
+        parts = (Part * len(place.parts))()
+        for at, part in zip(parts, place.parts, strict=True):
+            at.first, at.stop, at.prefix, at.staged = part.first, part.stop, part.committed, len(part.sees)
+            at.block, at.sees = part.sequence * cache.capacity * D, part.sees.ctypes.data
+        numbers = (ctypes.c_int32 * len(order))(*order)
+        addresses = (ctypes.addressof(each) for each in (self.layers, cache.pools, numbers, parts))
+        tensors = (each.data_ptr() for each in (place.positions, cos, sin, x))
+        sizes = (len(order), len(parts), len(x), c.dim, D, c.mlp_dim, torch.get_num_threads())
+        run(Call(*addresses, *tensors, cache.capacity, *sizes))
+        return x

@@ -1,0 +1,29 @@
+"""Our own product of bfloat16 on a CPU (native.h): over the weight as it is, so that nothing is held twice. A row has
+the same bits whatever rows stand beside it."""
+
+import torch
+from jaxtyping import BFloat16
+from torch import Tensor
+
+from ..native import Product, library
+
+COLUMNS = 32  # that a width must be a multiple of
+_LINE = 64  # bytes of a line of the processor's caches
+
+
+def can_multiply(weight: Tensor) -> bool:
+    ours = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
+    return ours and weight.shape[1] % COLUMNS == 0 and library() is not None
+
+
+def aligned(weight: Tensor) -> Tensor:
+    """A weight that is read a whole line at a time: not where a file had it, then."""
+    whole = weight.contiguous()
+    return whole if whole.data_ptr() % _LINE == 0 else whole.clone()
+
+
+def product(weight: BFloat16[Tensor, "N K"], bias: BFloat16[Tensor, " N"] | None) -> Product:
+    assert weight.is_contiguous()
+    return Product(
+        weight.data_ptr(), None if bias is None else bias.data_ptr(), None, *weight.shape, weight.shape[1], 16, 0
+    )

@@ -1,0 +1,64 @@
+"""The layers of a model over a few rows in one call, on a CPU: native.cpp, as C has it. Pointers keep nothing alive."""
+
+import ctypes
+from collections.abc import Sequence
+
+from ..native import Product, library
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+UNIT = 32  # every width is a multiple of it
+
+
+class Fused(ctypes.Structure):
+    """Products of one input, side by side: up to three."""
+
+    _fields_ = (("parts", Product * 3), ("count", ctypes.c_int32), ("N", ctypes.c_int32))
+
+    @classmethod
+    def of(cls, products: Sequence[Product]) -> "Fused":
+        return cls((Product * 3)(*products), len(products), sum(each.N for each in products))
+
+
+class Layer(ctypes.Structure):
+    """`qk_norm`: a weight a head, queries' then keys', or null. `window`: −1 for none."""
+
+    _fields_ = (
+        *((name, Fused) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "rotates", "owns", "window", "sink")),
+    )
+
+
+class Pool(ctypes.Structure):
+    """The keys and values that a layer reads, of all sequences: [sequences, Hkv, slots, D] each."""
+
+    _fields_ = (("k", ctypes.c_void_p), ("v", ctypes.c_void_p))
+
+
+class Part(ctypes.Structure):
+    """Rows `first` to `stop` of a forward are the last staged ones of a sequence, of which `prefix` are committed and
+    `staged` staged. `block`: slots · D before its own. `sees` [staged, staged]: bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("first", "stop", "prefix", "staged")),
+        ("block", ctypes.c_int64),
+        ("sees", ctypes.c_void_p),
+    )
+
+
+class Call(ctypes.Structure):
+    """One forward of the layers `order`; x [T, dim] goes in and comes out."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "pools", "order", "parts", "positions", "cos", "sin", "x")),
+        ("slots", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("count", "part_count", "T", "dim", "head_dim", "mlp", "threads")),
+    )
+
+
+def run(call: Call) -> None:
+    found = library()
+    assert found is not None
+    if found.layers(ctypes.byref(call)):
+        raise MemoryError(f"no memory for {call.T} rows of {call.dim}")

@@ -1,0 +1,400 @@
+// Layers of the Llama family over a few rows, in one call: products, norms, rotation, attention, gate. All rows go through
+// one order of operations, so that a row has the same bits whatever rows stand beside it; what is between two operations
+// is rounded to bfloat16, as in the model's own code. And a product alone.
+#include <omp.h>
+#include <stdlib.h>
+
+#include "../linear/native.h"
+#include "../matmul_w4/native.h"
+#include "../verify_attention/native.h"
+
+struct Product {
+    const uint8_t* data;    // codes (bits 4, 8), or bfloat16 [N, K] (bits 16)
+    const uint16_t* bias;   // [N], or null
+    const int32_t* order;   // in which columns are read, or null
+    int32_t N, K, group, bits, shifted;
+};
+
+struct Fused {  // products of one input, side by side
+    Product parts[3];
+    int32_t count, N;
+};
+
+struct Layer {
+    Fused qkv, output, gate_up, down;
+    const uint16_t *attention_norm, *mlp_norm, *qk_norm;  // qk_norm: [Hq + Hkv, D], or null
+    float eps, scale;
+    int32_t heads, kv_heads, rotates, owns;
+    Sight sight;
+};
+
+struct Pool {  // a layer's keys and values of all sequences, each [Hkv, slots, D]
+    uint16_t *k, *v;
+};
+
+struct Call {
+    const Layer* layers;
+    const Pool* pools;
+    const int32_t* order;  // of layers
+    const Part* parts;
+    const int64_t* positions;           // [T]
+    const uint16_t *cos, *sin;          // [P, D]; sin with the sign of the half that is turned
+    uint16_t* x;                        // [T, dim]: in and out
+    int64_t slots;                      // of a sequence
+    int32_t count, part_count, T, dim, head_dim, mlp, threads;
+};
+
+struct Room {
+    char* at = nullptr;
+    size_t size = 0;
+
+    bool hold(size_t needed) {
+        if (needed <= size) return true;
+        free(at);
+        at = (char*)aligned_alloc(64, (needed + 4095) / 4096 * 4096);
+        size = at ? needed : 0;
+        return at;
+    }
+};
+
+// Hands out memory of a room, or counts what is needed.
+struct Taken {
+    char* base;
+    size_t used = 0;
+
+    template <typename T>
+    T* take(size_t n) {
+        T* at = (T*)(base + used);
+        used += (n * sizeof(T) + 63) / 64 * 64;
+        return at;
+    }
+};
+
+static Rounded rounded_in(Taken& from, int T, int K, int group) {
+    return {from.take<int8_t>((size_t)T * K), from.take<float>((size_t)T * (K / BLOCK)), from.take<float>((size_t)T * (K / group))};
+}
+
+// What a product's inputs are rounded into: one buffer for each of its parts.
+struct Inputs {
+    Rounded parts[3];
+    uint16_t* ordered;  // [T, K], where columns are read in an order of their own
+};
+
+static bool alike(const Product& a, const Product& b) { return a.bits != 16 && b.bits != 16 && a.group == b.group && a.order == b.order; }
+
+// Row t of x [T, K], groups of columns that lie within `first` to `stop`.
+static void prepare(const Fused& f, Inputs& in, const uint16_t* x, int t, int first, int stop) {
+    for (int i = 0; i < f.count; i++) {
+        const Product& p = f.parts[i];
+        if (p.bits == 16 || (i && alike(p, f.parts[i - 1]))) continue;
+        const uint16_t* from = x;
+        if (p.order) {
+            uint16_t* row = in.ordered + (int64_t)t * p.K;
+            for (int k = first; k < stop; k++) row[k] = x[(int64_t)t * p.K + p.order[k]];
+            from = in.ordered;
+        }
+        round_groups(from, in.parts[i], t, p.K, p.group, first / p.group, stop / p.group);
+    }
+}
+
+static Inputs inputs_of(Taken& from, const Fused& f, int T) {
+    Inputs in = {};
+    bool ordered = false;
+    for (int i = 0; i < f.count; i++) {
+        const Product& p = f.parts[i];
+        if (p.bits == 16) continue;
+        in.parts[i] = i && alike(p, f.parts[i - 1]) ? in.parts[i - 1] : rounded_in(from, T, p.K, p.group);
+        ordered |= p.order != nullptr;
+    }
+    if (ordered) in.ordered = from.take<uint16_t>((size_t)T * f.parts[0].K);
+    return in;
+}
+
+// Columns that are rounded together, of which each part's groups are whole ones; of an ordered part: all.
+static int unit_of(const Fused& f, int least) {
+    int unit = least;
+    for (int i = 0; i < f.count; i++) {
+        const Product& p = f.parts[i];
+        if (p.bits == 16) continue;
+        if (p.order) return p.K;
+        while (unit % p.group) unit += least;
+    }
+    return f.parts[0].K % unit ? f.parts[0].K : unit;
+}
+
+static void multiply(const Fused& f, const Inputs& in, const uint16_t* x, int T, uint16_t* y, int me, int threads) {
+    for (int i = 0, at = 0; i < f.count; at += f.parts[i++].N) {
+        const Product& p = f.parts[i];
+        const int tiles = (p.N + 15) / 16, first = share(tiles, me, threads), end = share(tiles, me + 1, threads);
+        if (p.bits == 16) {
+            dense((const uint16_t*)p.data, p.bias, p.K, first * 16, end * 16 < p.N ? end * 16 : p.N, x, T, y + at, f.N);
+            continue;
+        }
+        const Weight w = {p.data, p.N, p.K, p.group, (int64_t)(p.K / p.group) * ((p.shifted ? 64 : 48) + p.group * 2 * p.bits)};
+        auto* codes = p.bits == 4 ? (p.shifted ? rows<4, true> : rows<4, false>) : (p.shifted ? rows<8, true> : rows<8, false>);
+        for (int n = first; n < end; n++) codes(w, n, in.parts[i], 0, T, p.bias, y + at, f.N);
+    }
+}
+
+static void norm(const uint16_t* x, const uint16_t* weight, float eps, int dim, uint16_t* y) {
+    floats squares = {};
+    for (int i = 0; i < dim; i += 16) {
+        const floats a = from_bf16(x + i);
+        squares = a * a + squares;
+    }
+    const floats by = all(1.f / sqrtf(added(squares) / (float)dim + eps));
+    for (int i = 0; i < dim; i += 16) to_bf16(from_bf16(x + i) * by * from_bf16(weight + i), y + i);
+}
+
+static void add(uint16_t* x, const uint16_t* more, int n) {
+    for (int i = 0; i < n; i += 16) to_bf16(from_bf16(x + i) + from_bf16(more + i), x + i);
+}
+
+static void turn(uint16_t* x, const uint16_t* cos, const uint16_t* sin, int D) {
+    const int half = D / 2;
+    for (int i = 0; i < half; i += 16) {
+        const floats a = from_bf16(x + i), b = from_bf16(x + half + i);
+        const floats left = b * from_bf16(sin + i), right = a * from_bf16(sin + half + i);
+        to_bf16(a * from_bf16(cos + i) + left, x + i);
+        to_bf16(b * from_bf16(cos + half + i) + right, x + half + i);
+    }
+}
+
+static void gate(const uint16_t* both, int mlp, int first, int stop, uint16_t* y) {
+    for (int i = first; i < stop; i += 16) {
+        const floats g = from_bf16(both + i);
+        uint16_t half[16];
+        to_bf16(g / (all(1.f) + exponential(-g)), half);
+        to_bf16(from_bf16(half) * from_bf16(both + mlp + i), y + i);
+    }
+}
+
+// Which of a row's keys lie where: key n < prefix in slot n, those behind in slots prefix + its staged ancestors.
+struct Row {
+    int part, position;
+    bool straight;  // the ancestors are the first staged ones
+    const int32_t* ancestors;
+};
+
+static int splits_of(const Part& part) { return (part.prefix + part.staged + SPLIT - 1) / SPLIT; }
+
+// All rows of a part over split s of the keys of head h; `out`: those of row 0, head 0 and split 0 of `splits`.
+static void attend_task(const Layer& l, const Call& c, const Part& part, const Row* row, const uint16_t* qkv, const Pool& pool, int h,
+                        int s, int splits, Partial out) {
+    const int D = c.head_dim, G = l.heads / l.kv_heads, begin = s * SPLIT;
+    const int64_t at = part.block * l.kv_heads + h * c.slots * D;
+    Query queries[QUERIES];
+    int count = 0;
+    int32_t slots[SPLIT];
+    auto flush = [&](const int32_t* where) {
+        attend(D, queries, count, pool.k + at, pool.v + at, where, begin, l.sight, l.scale);
+        count = 0;
+    };
+    for (int t = part.first; t < part.stop; t++) {
+        const int keys = row[t].position + 1, n = keys - begin < SPLIT ? keys - begin : SPLIT;
+        if (n <= 0) continue;
+        const bool direct = row[t].straight || begin + n <= part.prefix;
+        if (!direct) {
+            if (count) flush(nullptr);
+            for (int j = 0; j < n; j++)
+                slots[j] = begin + j < part.prefix ? begin + j : part.prefix + row[t].ancestors[begin + j - part.prefix];
+        }
+        for (int g = 0; g < G; g++) {
+            const int head = h * G + g;
+            const int64_t to = ((int64_t)t * l.heads + head) * splits + s;
+            queries[count++] = {qkv + (int64_t)t * l.qkv.N + head * D, n, row[t].position, {out.sum + to, out.most + to, out.values + to * D}};
+            if (count == QUERIES) flush(direct ? nullptr : slots);
+        }
+        if (!direct && count) flush(slots);
+    }
+    if (count) flush(nullptr);
+}
+
+extern "C" int layers(const Call* call) {
+    const Call& c = *call;
+    const int T = c.T, D = c.head_dim;
+    static thread_local Room room;
+    int most_qkv = 0, most_heads = 0, longest = 0, staged = 0;
+    for (int i = 0; i < c.count; i++) {
+        const Layer& l = c.layers[c.order[i]];
+        most_qkv = l.qkv.N > most_qkv ? l.qkv.N : most_qkv;
+        most_heads = l.heads > most_heads ? l.heads : most_heads;
+    }
+    for (int p = 0; p < c.part_count; p++) {
+        const int keys = c.parts[p].prefix + c.parts[p].staged;
+        longest = keys > longest ? keys : longest;
+        staged += (c.parts[p].stop - c.parts[p].first) * c.parts[p].staged;
+    }
+    const int splits = (longest + SPLIT - 1) / SPLIT;
+    uint16_t *normed, *qkv, *attended, *more, *both, *gated;
+    float *sums, *tops, *values;
+    Row* row;
+    int32_t* ancestors;
+    char* shared;
+    auto share_out = [&](char* base) {
+        Taken from = {base};
+        normed = from.take<uint16_t>((size_t)T * c.dim);
+        qkv = from.take<uint16_t>((size_t)T * most_qkv);
+        attended = from.take<uint16_t>((size_t)T * most_heads * D);
+        more = from.take<uint16_t>((size_t)T * c.dim);
+        both = from.take<uint16_t>((size_t)T * 2 * c.mlp);
+        gated = from.take<uint16_t>((size_t)T * c.mlp);
+        sums = from.take<float>((size_t)T * most_heads * splits);
+        tops = from.take<float>((size_t)T * most_heads * splits);
+        values = from.take<float>((size_t)T * most_heads * splits * D);
+        row = from.take<Row>(T);
+        ancestors = from.take<int32_t>(staged);
+        shared = base + from.used;
+        return from.used;
+    };
+    size_t needed = share_out(nullptr), inputs = 0;
+    for (int i = 0; i < c.count; i++) {
+        const Layer& l = c.layers[c.order[i]];
+        for (const Fused* f : {&l.qkv, &l.output, &l.gate_up, &l.down}) {
+            Taken counted = {nullptr};
+            inputs_of(counted, *f, T);
+            inputs = counted.used > inputs ? counted.used : inputs;
+        }
+    }
+    if (!room.hold(needed + inputs)) return 1;
+    share_out(room.at);
+    for (int p = 0; p < c.part_count; p++) {
+        const Part& part = c.parts[p];
+        for (int t = part.first; t < part.stop; t++) {
+            const uint8_t* sees = part.sees + (int64_t)(part.staged - (part.stop - t)) * part.staged;
+            int n = 0;
+            bool straight = true;
+            for (int j = 0; j < part.staged; j++)
+                if (sees[j]) {
+                    straight &= j == n;
+                    ancestors[n++] = j;
+                }
+            row[t] = {p, part.prefix + n - 1, straight, ancestors};
+            ancestors += n;
+        }
+    }
+    Team team;
+    team.threads = c.threads;
+#pragma omp parallel num_threads(c.threads)
+    {
+#pragma omp single
+        team.threads = omp_get_num_threads();
+        const int me = omp_get_thread_num(), threads = team.threads;
+        auto mine = [&](int64_t items, auto each) {
+            for (int64_t i = share(items, me, threads), end = share(items, me + 1, threads); i < end; i++) each(i);
+        };
+        for (int i = 0; i < c.count; i++) {
+            const Layer& l = c.layers[c.order[i]];
+            const Pool& pool = c.pools[c.order[i]];
+            const int Hq = l.heads, Hkv = l.kv_heads, G = Hq / Hkv, N = l.qkv.N;
+            auto inputs = [&](const Fused& f) {
+                Taken from = {shared};
+                return inputs_of(from, f, T);
+            };
+            Inputs in = inputs(l.qkv);
+            mine(T, [&](int64_t t) {
+                uint16_t* x = c.x + t * c.dim;
+                if (i) add(x, more + t * c.dim, c.dim);
+                norm(x, l.attention_norm, l.eps, c.dim, normed + t * c.dim);
+                prepare(l.qkv, in, normed, t, 0, c.dim);
+            });
+            team.wait();
+            multiply(l.qkv, in, normed, T, qkv, me, threads);
+            team.wait();
+            const int turned = Hq + (l.owns ? 2 * Hkv : 0);
+            mine((int64_t)T * turned, [&](int64_t item) {
+                const int t = item / turned, h = item % turned;
+                uint16_t* of = qkv + (int64_t)t * N + h * D;
+                if (h < Hq + Hkv) {
+                    if (l.qk_norm) norm(of, l.qk_norm + h * D, l.eps, D, of);
+                    if (l.rotates) turn(of, c.cos + c.positions[t] * D, c.sin + c.positions[t] * D, D);
+                }
+                if (h < Hq) return;
+                const Part& part = c.parts[row[t].part];
+                const int slot = part.prefix + part.staged - (part.stop - t), to = (h - Hq) % Hkv;
+                memcpy((h < Hq + Hkv ? pool.k : pool.v) + part.block * Hkv + (to * c.slots + slot) * D, of, 2 * D);
+            });
+            team.wait();
+            int64_t tasks = 0, first = 0;
+            for (int p = 0; p < c.part_count; p++) tasks += (int64_t)Hkv * splits_of(c.parts[p]);
+            for (int p = 0; p < c.part_count; p++) {
+                const Part& part = c.parts[p];
+                const int of_part = splits_of(part);
+                const int64_t begin = share(tasks, me, threads) - first, end = share(tasks, me + 1, threads) - first;
+                const int64_t last = end < (int64_t)Hkv * of_part ? end : (int64_t)Hkv * of_part;
+                for (int64_t task = begin > 0 ? begin : 0; task < last; task++)
+                    attend_task(l, c, part, row, qkv, pool, task / of_part, task % of_part, splits, {sums, tops, values});
+                first += (int64_t)Hkv * of_part;
+            }
+            team.wait();
+            in = inputs(l.output);
+            mine(T, [&](int64_t t) {
+                const int of_row = row[t].position / SPLIT + 1;
+                for (int h = 0; h < Hq; h++) {
+                    const int64_t at = (t * Hq + h) * splits;
+                    float top = -INFINITY, whole = 0;
+                    for (int s = 0; s < of_row; s++) top = tops[at + s] > top ? tops[at + s] : top;
+                    float weight[of_row];
+                    for (int s = 0; s < of_row; s++) {
+                        weight[s] = tops[at + s] > -INFINITY ? expf(tops[at + s] - top) : 0;
+                        whole = weight[s] * sums[at + s] + whole;
+                    }
+                    const floats by = all(whole > 0 ? 1.f / whole : whole);
+                    for (int d = 0; d < D; d += 16) {
+                        floats sum = {};
+                        for (int s = 0; s < of_row; s++)
+                            if (weight[s] != 0) sum = all(weight[s]) * *(floats*)(values + (at + s) * D + d) + sum;
+                        to_bf16(sum * by, attended + (t * Hq + h) * D + d);
+                    }
+                }
+                prepare(l.output, in, attended, t, 0, Hq * D);
+            });
+            team.wait();
+            multiply(l.output, in, attended, T, more, me, threads);
+            team.wait();
+            in = inputs(l.gate_up);
+            mine(T, [&](int64_t t) {
+                uint16_t* x = c.x + t * c.dim;
+                add(x, more + t * c.dim, c.dim);
+                norm(x, l.mlp_norm, l.eps, c.dim, normed + t * c.dim);
+                prepare(l.gate_up, in, normed, t, 0, c.dim);
+            });
+            team.wait();
+            multiply(l.gate_up, in, normed, T, both, me, threads);
+            team.wait();
+            in = inputs(l.down);
+            const int unit = unit_of(l.down, 32), units = c.mlp / unit;
+            mine((int64_t)T * units, [&](int64_t item) {
+                const int t = item / units, at = item % units * unit;
+                gate(both + (int64_t)t * 2 * c.mlp, c.mlp, at, at + unit, gated + (int64_t)t * c.mlp);
+                prepare(l.down, in, gated, t, at, at + unit);
+            });
+            team.wait();
+            multiply(l.down, in, gated, T, more, me, threads);
+            team.wait();
+        }
+        mine(T, [&](int64_t t) { add(c.x + t * c.dim, more + t * c.dim, c.dim); });
+    }
+    return 0;
+}
+
+// y [T, N] = x [T, K] Wᵀ + b
+extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, int threads) {
+    const Fused f = {{*p}, 1, p->N};
+    static thread_local Room room;
+    Taken counted = {nullptr};
+    inputs_of(counted, f, T);
+    if (!room.hold(counted.used)) return 1;
+    Taken from = {room.at};
+    Inputs in = inputs_of(from, f, T);
+#pragma omp parallel num_threads(threads)
+    {
+        const int me = omp_get_thread_num(), n = omp_get_num_threads();
+        if (p->bits != 16) {
+#pragma omp for schedule(static)
+            for (int t = 0; t < T; t++) prepare(f, in, x, t, 0, p->K);
+        }
+        multiply(f, in, x, T, y, me, n);
+    }
+    return 0;
+}
