@@ -130,6 +130,12 @@ def test_a_shared_cache_is_filled_by_the_mean_or_by_the_owner(family: Any):
         torch.testing.assert_close(found[AT.format(0, "v_proj", "weight")], want, rtol=1e-12, atol=1e-12)
         assert AT.format(1, "v_proj", "weight") not in found
         assert len(found) == len(list(found)) < len(tensors)
+        pairs = CrossLayer(2, pool).layout(
+            config.layout, config.heads
+        )  # which have two sets of weights for four layers
+        halfway = dict(ConvertedTensors(tensors, config.layout, pairs))
+        again = ConvertedTensors(halfway, pairs, CrossLayer(4, pool).layout(pairs, config.heads))
+        torch.testing.assert_close(again[AT.format(0, "v_proj", "weight")], want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
