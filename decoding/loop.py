@@ -10,6 +10,7 @@ import torch
 from ..attention.cache import Cache
 from ..attention.paged import PagedCache
 from ..attention.rows import chains
+from ..kernels.argmax import largest
 from .acceptance import Acceptance
 from .draft import EMPTY, Draft, Drafter, Opened, Seen
 from .events import Clock, Generation, Prefill, Step, finish
@@ -75,7 +76,7 @@ def decode(
             rows, at = assemble(live, drafts)
             marks.append(clock.mark())
             verified = target(rows, cache, taps=needs.taps)
-            argmax = verified.logits.argmax(-1).tolist()
+            argmax = largest(verified.logits)
             marks.append(clock.mark())
 
             kept, laws = [], []
@@ -151,7 +152,7 @@ def _prefill(
         out = target(chains([piece], [s.slot], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]), taps=taps)
         cache.commit({s.slot: range(len(piece))})
         pieces.append((at, len(piece), out))
-    law = Law(s.request.processors, out.logits, s.tokens, argmax=out.logits.argmax(-1).tolist())
+    law = Law(s.request.processors, out.logits, s.tokens, argmax=largest(out.logits))
     s.take(EMPTY, acceptance.judge(EMPTY, law, _noise(seed, s, acceptance)), out.logits)
     marks.append(clock.mark())
     news = [Seen(tuple(prompt[1 : found + 1]), 1, prefill=True)] if found else []

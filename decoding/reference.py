@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..attention.paged import PagedCache
 from ..attention.rows import chains
+from ..kernels.argmax import largest
 from .events import Generation, Prefill, finish
 from .law import LawSettings, best, keyed_scores
 from .model.decoder import Decoder
@@ -45,7 +46,7 @@ def decode(
         request, out = requests[i], done[i]
         position = len(out.tokens)
         if law.plain and watch is None:
-            token = int(logits.argmax())
+            (token,) = largest(logits[None])
         else:
             scores = request.processors.scores(logits, [*request.prompt, *out.tokens] if law.reads_context else ())
             keyed = keyed_scores(law, scores, Noise(seed, request.key, position).target())

@@ -23,6 +23,7 @@ from ..decoding.model.weights import open_safetensors
 from ..decoding.model.whose import NOTE, relation
 from ..decoding.noise import Noise
 from ..errors import UserError
+from ..kernels.argmax import largest
 from .across import LONGER, MARGIN, Bridge, Shared, TextDrafter, Window
 from .second_model import Reader, Reading, by_cache
 
@@ -243,8 +244,14 @@ class ModelDrafter:
             readings = [states[i].reading for i in going]
             fed = [(r.tokens + self._own(tokens[i]))[r.cached :] for r, i in zip(readings, going, strict=True)]
             logits = self.reader.feed(readings, fed)
+            best = self._best(logits)
             on = []
             for row, i in enumerate(going):
+                if best is not None:
+                    tokens[i].append(best[row])
+                    if len(tokens[i]) < depth[i]:
+                        on.append(i)
+                    continue
                 scores = states[i].processors.scores(self._over(logits[row]), [*states[i].tokens, *tokens[i]])
                 if (
                     self._broken(scores)
@@ -259,6 +266,14 @@ class ModelDrafter:
                     on.append(i)
             going = on
         return [chain(t, torch.stack(q) if self.sampled and q else None) for t, q in zip(tokens, laws, strict=True)]
+
+    def _best(self, logits: Tensor) -> list[int] | None:
+        """The likeliest tokens, where nothing else is asked of the logits and all of them are numbers."""
+        asked = self.sampled or not self.law.plain or self.shared is not None or self.settings.confidence > 0
+        if asked or logits.shape[1] != self.vocab:
+            return None
+        found = largest(logits)
+        return None if bool(logits[range(len(found)), found].isnan().any()) else found
 
     def _broken(self, scores: Tensor) -> bool:
         """Whether its numbers overflowed: there is no law to draw from."""

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from jaxtyping import BFloat16
+from jaxtyping import BFloat16, Shaped
 from torch import Tensor
 
 from ..cache_dir import cache_dir
@@ -32,6 +32,7 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(str(_path()))
     found.product.argtypes = [ctypes.POINTER(Product), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     found.layers.argtypes = [ctypes.c_void_p]
+    found.argmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return found
 
 
@@ -54,6 +55,14 @@ class Product(ctypes.Structure):
         if found.product(ctypes.byref(self), x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads()):
             raise MemoryError(f"no memory for {len(x)} rows of {self.K}")
         return y
+
+
+def argmax(x: Shaped[Tensor, "R N"]) -> list[int] | None:
+    """Of each row; None where there is no such function for it, or a row has a NaN."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not x.numel() or (found := library()) is None:
+        return None
+    x, numbers = x.contiguous(), (ctypes.c_int64 * len(x))()
+    return None if found.argmax(x.data_ptr(), *x.shape, numbers) else list(numbers)
 
 
 @cache
