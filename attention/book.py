@@ -7,8 +7,9 @@ Positions are prefix + depth: in a tree depth decides, not the place in the forw
 its own sequence or of others, is nothing to it. A row that would see no key gets zeros (`verify_attention`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -26,6 +27,25 @@ _NOTHING = np.zeros((0, 0), dtype=bool)
 
 Run = tuple[int, int, int]  # (sequence, first row, row after the last) of a forward
 Shown = Callable[[Sight, int], np.ndarray]
+
+
+class Masks(Mapping[Sight, Tensor]):
+    """By a layer's sight, each made when it is asked for: what takes the rows of all sequences at once needs none."""
+
+    def __init__(self, sights: Collection[Sight], make: Callable[[Sight], Bool[Tensor, "rows B"]]) -> None:
+        self._make = make
+        self._made: dict[Sight, Tensor | None] = dict.fromkeys(sights)
+
+    def __getitem__(self, sight: Sight) -> Bool[Tensor, "rows B"]:
+        if (mask := self._made[sight]) is None:
+            self._made[sight] = mask = self._make(sight)
+        return mask
+
+    def __iter__(self) -> Iterator[Sight]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +67,21 @@ class Part:
     causal: bool
     committed: int
     sees: Bool[np.ndarray, "staged staged"]
-    blocked: Mapping[Sight, Bool[Tensor, "rows B"]]
+    blocked: Mapping[Sight, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
-    """Where one forward's rows go; `positions` [T] are prefix + depth, on the cache's device."""
+    """Where one forward's rows go. `host_positions`: prefix + depth."""
 
-    positions: Int[Tensor, " T"]
+    host_positions: Int[np.ndarray, " T"]
     parts: tuple[Part, ...]
+    device: torch.device
+
+    @cached_property
+    def positions(self) -> Int[Tensor, " T"]:
+        """On the cache's device, once they are asked for."""
+        return torch.from_numpy(self.host_positions).to(self.device)
 
 
 class Book:
@@ -150,7 +176,7 @@ class Book:
             self._staged_of[sequence] += range(rows.first + a, rows.first + b)
             part, positions[a:b] = self._place(rows, run, shown)
             parts.append(part)
-        return Placement(torch.from_numpy(positions).to(self._device), tuple(parts))
+        return Placement(positions, tuple(parts), self._device)
 
     def _place(self, rows: Rows, run: Run, shown: Shown | None) -> tuple[Part, np.ndarray]:
         """(the part of one sequence, whose rows are in the book already, their positions). Staged rows stand behind the
@@ -161,31 +187,34 @@ class Book:
         earlier = len(mine) - count
         slot = committed + earlier
         if rows.prompt and not earlier and count > LONG_CHAIN:
-            return Part(sequence, a, b, slot, slot + count, True, committed, _NOTHING, {}), np.arange(
-                slot, slot + count
-            )
+            long = Part(sequence, a, b, slot, slot + count, True, committed, _NOTHING, {})
+            return long, np.arange(slot, slot + count)
         keys = padded_keys(slot + count)
         shape = self.shape(sequence) if earlier or not rows.chain else tuple(range(-1, count - 1))
         depth, sees = forest(shape)
-        depth_of = np.array(depth)
-        at = committed + depth_of[earlier:]
-        blocked: dict[Sight, Tensor] = {}
-        for window, sink in self.sights:
-            if window is None:
-                if count == 1 and not earlier and keys == slot + count:
-                    continue
-                hidden = np.ones((count, keys - committed), dtype=bool)
-                hidden[:, : earlier + count] = ~sees[earlier:]
-            else:
-                before = np.arange(committed) if shown is None else shown((window, sink), committed)
-                hidden = np.ones((count, padded_keys(len(before) + earlier + count)), dtype=bool)
-                at_of = np.concatenate([before, committed + depth_of])
-                seen = (at_of > at[:, None] - window) | (at_of < sink)
-                seen[:, : len(before)] &= before >= 0
-                seen[:, len(before) :] &= sees[earlier:]
-                hidden[:, : seen.shape[1]] = ~seen
-            blocked[window, sink] = torch.from_numpy(hidden).to(self._device)
-        return Part(sequence, a, b, slot, keys, False, committed, sees, blocked), at
+        alone = count == 1 and not earlier and keys == slot + count  # which sees all that there is
+        sights = [sight for sight in self.sights if sight[0] is not None or not alone]
+        masks = Masks(sights, partial(self._hidden, committed, shape, count, shown))
+        return Part(sequence, a, b, slot, keys, False, committed, sees, masks), committed + np.array(depth[earlier:])
+
+    def _hidden(
+        self, committed: int, shape: tuple[int, ...], count: int, shown: Shown | None, sight: Sight
+    ) -> Bool[Tensor, "rows B"]:
+        """What the last `count` of the staged rows must not see (`Part.blocked`)."""
+        depth, sees = forest(shape)
+        earlier, window = len(shape) - count, sight[0]
+        if window is None:
+            hidden = np.ones((count, padded_keys(committed + len(shape)) - committed), dtype=bool)
+            hidden[:, : len(shape)] = ~sees[earlier:]
+        else:
+            before = np.arange(committed) if shown is None else shown(sight, committed)
+            hidden = np.ones((count, padded_keys(len(before) + len(shape))), dtype=bool)
+            at_of = np.concatenate([before, committed + np.array(depth)])
+            seen = (at_of > at_of[len(before) + earlier :, None] - window) | (at_of < sight[1])
+            seen[:, : len(before)] &= before >= 0
+            seen[:, len(before) :] &= sees[earlier:]
+            hidden[:, : seen.shape[1]] = ~seen
+        return torch.from_numpy(hidden).to(self._device)
 
     def places(self, sequence: int, kept: Sequence[int]) -> list[int]:
         """Which of the sequence's staged rows these are, counted from its first one."""

@@ -1,19 +1,23 @@
 """Where keys and values lie, for the rows of a `Book`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..kernels.commit import Owners, commit, owners
+from ..kernels.dispatch import Kernels
 from ..kernels.step import Pool
 from ..kernels.verify_attention import padded_keys
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .layout import Layout
-from .reads import Reads, ragged, reads
+from .moves import MOST, on_device
+from .reads import Reads, Told, ragged, told
 from .rows import Rows
 
 _ALIGN = 64  # slots a sequence come in multiples of this
@@ -24,12 +28,12 @@ class Cache(Protocol):
     """Rows [0, length) of a sequence are committed; rows behind them are staged and belong to a forest.
 
     `stage` is called once a forward and says where its rows go, `write` once a layer that owns its keys, `view` once a
-    layer. Kernels that take the rows of many sequences at once read keys where they lie: `reads` tells them of parts
-    that were staged last, `keys` of a layer. Several forwards may stage before a commit. `commit` keeps the listed
-    staged rows of each sequence named, in order, and forgets every other staged row, those of the sequences not named
-    included; `drop` keeps none. `length`: committed rows; `room`: rows that may still be staged; `staged`: rows staged
-    since the last commit, over all sequences. `nbytes`: of the tensors that committed rows lie in; `formula_bytes`: the
-    same by the layout's arithmetic.
+    layer. Kernels that take the rows of many sequences at once read keys where they lie: `told` tells them of parts
+    that were staged last, `keys` of a layer; `lies` differs once keys lie elsewhere. Several forwards may stage before
+    a commit. `commit` keeps the listed staged rows of each sequence named, in order, and forgets every other staged
+    row, those of the sequences not named included; `drop` keeps none. `length`: committed rows; `room`: rows that may
+    still be staged; `staged`: rows staged since the last commit, over all sequences. `nbytes`: of the tensors that
+    committed rows lie in; `formula_bytes`: the same by the layout's arithmetic.
     """
 
     layout: Layout
@@ -38,13 +42,15 @@ class Cache(Protocol):
     def stage(self, rows: Rows) -> Placement: ...
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None: ...
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]: ...
-    def reads(self, parts: Sequence[Part]) -> Reads: ...
+    def told(self, parts: Sequence[Part]) -> Told: ...
     def keys(self, layer: int, reads: Reads) -> Keys: ...
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None: ...
     def drop(self) -> None: ...
     def free(self, sequence: int) -> None: ...
     def length(self, sequence: int) -> int: ...
     def room(self, sequence: int) -> int: ...
+    @property
+    def lies(self) -> tuple[Hashable, ...]: ...
     @property
     def staged(self) -> int: ...
     @property
@@ -62,10 +68,18 @@ class DenseCache:
     """Every sequence has `capacity` slots of its own, allocated at once and zeroed; windows and sinks are masks.
 
     Slots are zeroed, not empty, because blocked slots are still multiplied (by weight zero, which a NaN survives).
+    `kernels`: that kept rows move by, where they run.
     """
 
     def __init__(
-        self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        layout: Layout,
+        *,
+        sequences: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
         for i, layer in enumerate(layout.layers):
             if layer.bits != 16:
@@ -84,9 +98,14 @@ class DenseCache:
         ]
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
-        for storage, owners in zip(self._storage, by_heads.values(), strict=True):
-            for i, owner in enumerate(owners):
+        for storage, those in zip(self._storage, by_heads.values(), strict=True):
+            for i, owner in enumerate(those):
                 self._k[owner], self._v[owner] = storage[0, i], storage[1, i]
+        self._launched = kernels.run_on(self.device, dtype)
+
+    @cached_property
+    def _owners(self) -> Owners:
+        return owners([x.transpose(1, 2) for kept in (self._k, self._v) for x in kept.values()])
 
     def open(self) -> int:
         sequence, again = self._book.open()
@@ -135,8 +154,12 @@ class DenseCache:
         owner = self.layout.layers[layer].owner
         return self._k[owner][part.sequence, :, : part.keys], self._v[owner][part.sequence, :, : part.keys]
 
-    def reads(self, parts: Sequence[Part]) -> Reads:
-        return reads(self._book, parts, [ragged([(part.sequence,) for part in parts], 1)], self.device)
+    @property
+    def lies(self) -> tuple[Hashable, ...]:
+        return tuple((storage.data_ptr(), storage.dtype, storage.shape) for storage in self._storage)
+
+    def told(self, parts: Sequence[Part]) -> Told:
+        return told(self._book, parts, [ragged([(part.sequence,) for part in parts], 1)])
 
     def keys(self, layer: int, reads: Reads) -> Keys:
         """A sequence is a block."""
@@ -151,14 +174,24 @@ class DenseCache:
         return (Pool * len(owners))(*pools)
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
-        for sequence, kept in keep.items():
-            source = self._book.places(sequence, kept)
-            if source != list(range(len(source))):
-                start = self._book.length(sequence)
-                at = torch.tensor(source, device=self.device) + start
-                for storage in self._storage:  # indexing copies before it writes, so overlaps are safe
-                    storage[:, :, sequence, :, start : start + len(source)] = storage[:, :, sequence, :, at]
+        moving = {sequence: self._book.places(sequence, kept) for sequence, kept in keep.items()}
+        self._move({sequence: source for sequence, source in moving.items() if source != list(range(len(source)))})
         self._book.commit(keep)
+
+    def _move(self, moving: Mapping[int, Sequence[int]]) -> None:
+        """Staged rows of sequences, in order, to behind their committed ones."""
+        most = max(map(len, moving.values()), default=0)
+        if most and self._launched and most <= MOST:
+            width = 1 << (most - 1).bit_length()  # the kernel has a variant for each
+            prefix, count = np.array([*map(self.length, moving)]), np.array([*map(len, moving.values())])
+            arrays = (prefix, ragged([*moving.values()], width), count, ragged([(s,) for s in moving], 1))
+            commit(self._owners, *on_device(arrays, self.device))
+            return
+        for sequence, source in moving.items():
+            start = self.length(sequence)
+            at = torch.tensor(source, device=self.device) + start
+            for storage in self._storage:  # indexing copies before it writes, so overlaps are safe
+                storage[:, :, sequence, :, start : start + len(source)] = storage[:, :, sequence, :, at]
 
     def drop(self) -> None:
         self._book.drop()

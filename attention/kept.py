@@ -38,14 +38,14 @@ class KeptRows:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def slot_bytes(self) -> int:
-        return sum(part.shape[1] * 2 * part[0, 0, 0].nbytes for part in self._parts)
+        return sum(part.shape[1] * 2 * part[0, 0, 0].nbytes for part in self.parts)
 
     @property
-    def _parts(self) -> tuple[Tensor, ...]:
+    def parts(self) -> tuple[Tensor, ...]:
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
     def put(self, at: Slots, k: Float[Tensor, "n Hkv D"], v: Float[Tensor, "n Hkv D"]) -> None:
@@ -58,7 +58,7 @@ class KeptRows:
     def get(self, at: Slots) -> tuple[Float[Tensor, "Hkv n D"], Float[Tensor, "Hkv n D"]]:
         """Keys and values, in `dtype`; where `at` is a slice and nothing is to be computed, no copy."""
         # index_select: a copy as fast as it gets, where indexing with a tensor takes its time
-        found = [part[:, :, at] if isinstance(at, slice) else part.index_select(2, at) for part in self._parts]
+        found = [part[:, :, at] if isinstance(at, slice) else part.index_select(2, at) for part in self.parts]
         k, v = found[0] if self.scales is None else dequantise(found[0], found[1], self.dtype)
         return k, v
 
@@ -72,11 +72,11 @@ class KeptRows:
 
     def move(self, source: Int[Tensor, " n"], to: Int[Tensor, " n"]) -> None:
         """Copy slots to others, which may be among them."""
-        for part in self._parts:
+        for part in self.parts:
             part[:, :, to] = part.index_select(2, source)
 
     def clear(self, at: Slots) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part[:, :, at] = 0
 
     def resize(self, slots: int) -> None:

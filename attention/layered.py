@@ -1,6 +1,6 @@
 """A cache in which every layer keeps what it will see again, in the bits of its entry."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -9,13 +9,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..kernels.dispatch import Kernels
 from ..kernels.verify_attention import BLOCK, padded_keys
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .cache import rounded
 from .kept import KeptRows
 from .layout import LayerKV, Layout, Sight
-from .reads import Reads, ragged, reads
+from .moves import Moves
+from .reads import Reads, Told, ragged, told
 from .rows import Rows
 
 _STAGING = 64  # rows: staging grows in steps of it, and shrinks to it once a prompt is committed
@@ -39,11 +41,18 @@ class LayeredCache:
     `nbytes` is `Layout.sequence_bytes(capacity)` a sequence, and `staging_bytes` comes on top.
 
     A view of a ring has its keys in order of position and begins where a block of the CPU's sums does, after a block of
-    sinks: as in a DenseCache, a row's sums are the same wherever the committed rows end.
+    sinks: as in a DenseCache, a row's sums are the same wherever the committed rows end. `kernels`: as there.
     """
 
     def __init__(
-        self, layout: Layout, *, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        layout: Layout,
+        *,
+        sequences: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
         self.layout, self.capacity, self.device = layout, rounded(capacity), torch.device(device)
         self._dtype, self._sequences = dtype, sequences
@@ -56,7 +65,12 @@ class LayeredCache:
         }
         self._rings = [sight for sight in self._book.sights if self._is_ring(sight)]
         self._staging, self._prompted = 0, False  # rows that there is room for; whether long chains are among them
-        self._looks: dict[tuple[int, Sight], _Look] = {}  # as of the sequence's last forward
+        self._looks: dict[tuple[int, Sight], _Look] = {}  # as of the last forward
+        launched = kernels.run_on(self.device, dtype)
+        self._moves_of = {
+            sight: Moves([self._kept[o] for o, one in self._owners if one.sight == sight], self.device, launched)
+            for sight in self._book.sights
+        }
 
     @property
     def _owners(self) -> list[tuple[int, LayerKV]]:
@@ -100,30 +114,31 @@ class LayeredCache:
         placement = self._book.stage(rows, self._book.runs(rows), self._filled)
         if self.staged > self._staging:
             self._resize(-(-self.staged // _STAGING) * _STAGING)
-        for part in placement.parts:
-            for sight in self._book.sights:
-                self._looks[part.sequence, sight] = self._look(sight, part)
-            self._prompted |= part.causal
+        self._looks.clear()
+        self._prompted |= any(part.causal for part in placement.parts)
         return placement
 
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
-        self._kept[layer].put(self._looks[part.sequence, self.layout.layers[layer].sight].own, k, v)
+        self._kept[layer].put(self._look(self.layout.layers[layer].sight, part).own, k, v)
 
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
         """What the layer's rows look at, as its owner keeps it."""
         one = self.layout.layers[layer]
-        return self._kept[one.owner].get(self._looks[part.sequence, one.sight].at)
+        return self._kept[one.owner].get(self._look(one.sight, part).at)
 
-    def reads(self, parts: Sequence[Part]) -> Reads:
+    @property
+    def lies(self) -> tuple[Hashable, ...]:
+        return tuple((part.data_ptr(), part.dtype, part.shape) for kept in self._kept.values() for part in kept.parts)
+
+    def told(self, parts: Sequence[Part]) -> Told:
         tables = [ragged([(part.sequence,) for part in parts], 1)]
         staged = [np.array(self._book.staged_of(part.sequence)) for part in parts]
-        width = max(map(len, staged))
         for sight in self._rings:
             rings = [self._slots(sight, part.sequence, np.arange(self._held(sight))) for part in parts]
             slots = zip(rings, (self._committed(sight) + numbers for numbers in staged), strict=True)
-            tables.append(ragged([np.concatenate(both) for both in slots], self._held(sight) + width))
-        return reads(self._book, parts, tables, self.device)
+            tables.append(ragged([np.concatenate(both) for both in slots], self._held(sight) + self._staging))
+        return told(self._book, parts, tables)
 
     def keys(self, layer: int, reads: Reads) -> Keys:
         """A sequence is a block, or, of a ring, which stages elsewhere, a slot is."""
@@ -137,10 +152,7 @@ class LayeredCache:
             moves = [self._moves(sight, sequence, kept) for sequence, kept in keep.items()]
             source, to = (list(chain(*(move[i] for move in moves))) for i in (0, 1))
             if source != to:
-                at = self._tensor(source), self._tensor(to)
-                for owner, one in self._owners:
-                    if one.sight == sight:
-                        self._kept[owner].move(*at)
+                self._moves_of[sight](source, to)
         self._book.commit(keep)
         self._shrink()
 
@@ -197,6 +209,11 @@ class LayeredCache:
         return np.concatenate([first, np.full(sum(gaps), -1), last])
 
     def _look(self, sight: Sight, part: Part) -> _Look:
+        if (look := self._looks.get((part.sequence, sight))) is None:
+            self._looks[part.sequence, sight] = look = self._looked(sight, part)
+        return look
+
+    def _looked(self, sight: Sight, part: Part) -> _Look:
         count = part.stop - part.first
         if not self._is_ring(sight):
             start = part.sequence * self.capacity

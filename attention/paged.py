@@ -1,17 +1,19 @@
 """A cache in pages: sequences hold blocks of one pool, and prompts that begin alike may hold the same ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..kernels.dispatch import Kernels
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .kept import KeptRows
 from .layout import Layout
+from .moves import Moves
 from .pages import Pages
-from .reads import Reads, ragged, reads
+from .reads import Reads, Told, ragged, told
 from .rows import Rows
 
 SPARE = 4  # times what is needed: so much a pool that shares keeps, where its size is not given
@@ -23,7 +25,8 @@ class PagedCache:
 
     `blocks`: of the pool; None: as many as `reserve` asks for, and with `share` `SPARE` times as many. With `share`,
     full blocks of committed rows are found by later prompts that begin alike (`adopt`). A view is gathered, so that
-    attention sees what it would see of a contiguous cache, bit for bit, wherever the blocks lie.
+    attention sees what it would see of a contiguous cache, bit for bit, wherever the blocks lie. `kernels`: that kept
+    rows move by, where they run.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class PagedCache:
         share: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
         self.layout, self.device, self._dtype = layout, torch.device(device), dtype
         self.pages = Pages(blocks or 0, size, share=share)
@@ -46,8 +50,9 @@ class PagedCache:
             owner: KeptRows(self.slots, layer.kv_heads, layout.head_dim, layer.bits, dtype, self.device)
             for owner, layer in each.items()
         }
+        self._move = Moves(tuple(self._kept.values()), self.device, kernels.run_on(self.device, dtype))
         self._tokens: list[int] = []  # of all staged rows
-        self._at: dict[int, Int[Tensor, " S"]] = {}  # the slots of a sequence's rows, as of its last forward
+        self._at: dict[int, Int[Tensor, " S"]] = {}  # the slots of a sequence's rows, as of the last forward
 
     @property
     def capacity(self) -> int:
@@ -115,38 +120,51 @@ class PagedCache:
         runs = self._book.runs(rows)
         copies = self.pages.stage({sequence: b - a for sequence, a, b in runs})
         if copies:
-            self._move(*(self._slots_of([pair[i] for pair in copies]) for i in (0, 1)))
+            self._move(*(self._slots_of([pair[i] for pair in copies]).tolist() for i in (0, 1)))
         self.peak = max(self.peak, self.pages.used)
         self._tokens += rows.tokens.tolist()
-        placement = self._book.stage(rows, runs)
-        for part in placement.parts:
-            slots = self._slots_of(self.pages.table(part.sequence))[: part.slot + part.stop - part.first]
-            # what is handed in for the sake of sums alone is blocked, and so may be any row that is written
-            self._at[part.sequence] = torch.cat([slots, slots[:1].expand(part.keys - len(slots))])
-        return placement
+        self._at.clear()
+        return self._book.stage(rows, runs)
 
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
-        at = self._at[part.sequence][part.slot : part.slot + part.stop - part.first]
-        self._kept[layer].put(at, k, v)
+        self._kept[layer].put(self._slots(part)[part.slot : part.slot + part.stop - part.first], k, v)
 
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
         """What the layer's rows look at: the owner's rows of the sequence, in order."""
-        return self._kept[self.layout.layers[layer].owner].get(self._at[part.sequence])
+        return self._kept[self.layout.layers[layer].owner].get(self._slots(part))
 
-    def reads(self, parts: Sequence[Part]) -> Reads:
+    def _slots(self, part: Part) -> Int[Tensor, " S"]:
+        """Of the rows that the part looks at."""
+        if (at := self._at.get(part.sequence)) is None:
+            slots = self._slots_of(self.pages.table(part.sequence))[: part.slot + part.stop - part.first]
+            # what is handed in for the sake of sums alone is blocked, and so may be any row that is written
+            at = torch.cat([slots, slots[:1].expand(part.keys - len(slots))]).to(self.device)
+            self._at[part.sequence] = at
+        return at
+
+    @property
+    def lies(self) -> tuple[Hashable, ...]:
+        where = ((part.data_ptr(), part.dtype, part.shape) for kept in self._kept.values() for part in kept.parts)
+        return (self.pages.size, *where)
+
+    def told(self, parts: Sequence[Part]) -> Told:
         tables = [self.pages.table(part.sequence) for part in parts]
-        return reads(self._book, parts, [ragged(tables, -(-self.capacity // self.pages.size))], self.device)
+        return told(self._book, parts, [ragged(tables, -(-self.capacity // self.pages.size))])
 
     def keys(self, layer: int, reads: Reads) -> Keys:
         return self._kept[self.layout.layers[layer].owner].keys(self.pages.size, reads.tables[0])
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
+        source, to = list[int](), list[int]()
         for sequence, kept in keep.items():
-            source = self._book.places(sequence, kept)
-            if source != list(range(len(source))):
-                start, at = self.length(sequence), self._at[sequence]
-                self._move(at[torch.tensor(source, device=self.device) + start], at[start : start + len(source)])
+            places = self._book.places(sequence, kept)
+            if places != list(range(len(places))):
+                table, start, size = self.pages.table(sequence), self.length(sequence), self.pages.size
+                for slots, rows in ((source, places), (to, range(len(places)))):
+                    slots += [table[i // size] * size + i % size for i in (start + row for row in rows)]
+        self._move(source, to)
+        for sequence, kept in keep.items():
             self.pages.commit(sequence, [self._tokens[number] for number in kept])
         self._book.commit(keep)
         self._forget()
@@ -160,10 +178,6 @@ class PagedCache:
         self._tokens.clear()
 
     def _slots_of(self, blocks: Sequence[int]) -> Int[Tensor, " S"]:
-        """Of the blocks' tokens. int64: a block's number times its bytes is past 2³¹ in a large pool."""
+        """Of the blocks' tokens, on the host. int64: a block's number times its bytes is past 2³¹ in a large pool."""
         first = torch.tensor(blocks, dtype=torch.int64) * self.pages.size
-        return (first[:, None] + torch.arange(self.pages.size)).flatten().to(self.device)
-
-    def _move(self, source: Int[Tensor, " N"], to: Int[Tensor, " N"]) -> None:
-        for kept in self._kept.values():
-            kept.move(source, to)
+        return (first[:, None] + torch.arange(self.pages.size)).flatten()

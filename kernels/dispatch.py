@@ -37,10 +37,12 @@ def launches(x: Tensor) -> bool:
 class Kernels:
     """How a model is computed where our kernels run. `row_invariant`: a row has the same bits whatever rows stand
     beside it, so that greedy speculation emits what plain decoding does; else products are the fastest there are, whose
-    sums have an order by the number of rows. `interpreted`: also on a CPU, where kernels are interpreted.
+    sums have an order by the number of rows. `graphs`: its steps are CUDA graphs. `interpreted`: also on a CPU, where
+    kernels are interpreted.
     """
 
     row_invariant: bool = True
+    graphs: bool = True
     interpreted: bool = False
 
     def run_on(self, device: torch.device, dtype: torch.dtype) -> bool:

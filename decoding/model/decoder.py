@@ -21,7 +21,8 @@ from ...kernels.verify_attention import row_invariant
 from ...quantization.codes import Codes
 from .block import Block
 from .config import ModelConfig
-from .fused import Fused
+from .fused import Fused, Step
+from .graphs import MOST_ROWS, Asked, CudaGraphs, Fed, Graphs, Recorder, Scored
 from .native import NativeLayers
 from .reading import Product, Weights
 
@@ -61,15 +62,16 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         codes: Mapping[str, Codes] | None = None,
         kernels: Kernels | None = None,
+        recorder: Recorder | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`tensors` has transformers' parameter names; `codes`: of the layers that are quantised, by name without
-        `.weight`. `kernels`: how a GPU computes (None: row-invariant). `progress(done, total)` is called after each
-        layer."""
+        `.weight`. `kernels`: how a GPU computes (None: row-invariant). `recorder`: of its steps (None: CUDA graphs, as
+        `kernels` says). `progress(done, total)` is called after each layer."""
         super().__init__()
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        kernels = kernels or Kernels()
+        self._kernels = kernels = kernels or Kernels()
         ours = kernels if kernels.run_on(self.device, dtype) else None
         weights = Weights(tensors, dtype, self.device, codes or {}, ours)
         self.embedding = weights.read("model.embed_tokens.weight")
@@ -86,6 +88,9 @@ class Decoder(nn.Module):
         self.unembedding = weights.linear(self.embedding) if config.tied else weights.product(["lm_head"], False)
         self._fused = None if ours is None else Fused.of(config, self.device, ours.row_invariant)
         self._native = NativeLayers.of(config, list(cast(Iterable[Block], self.blocks)), dtype, self.device)
+        if recorder is None and ours is not None and ours.graphs and self.device.type == "cuda":
+            recorder = CudaGraphs(self.device)
+        self._graphs = None if ours is None or recorder is None else Graphs(recorder)
         self._grow(0)
 
     def _grow(self, positions: int) -> None:
@@ -113,8 +118,9 @@ class Decoder(nn.Module):
         products = sorted({product.implementation for product in self._products})
         attention = "torch sdpa"
         if self._fused is not None:
-            attention = self._fused.attention
-        elif self._native is not None:
+            step = "launched" if self._graphs is None else self._graphs.recorder.name
+            return {"linear": ", ".join(products), "attention": self._fused.attention, "step": step}
+        if self._native is not None:
             attention = "native, prefill torch sdpa"
         elif self.device.type == "cpu":
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
@@ -129,7 +135,8 @@ class Decoder(nn.Module):
             return pages
         layout = self.config.layout
         kind = DenseCache if layout.plain else LayeredCache
-        return kind(layout, sequences=sequences, capacity=capacity, dtype=self.dtype, device=self.device)
+        sizes = {"sequences": sequences, "capacity": capacity}
+        return kind(layout, **sizes, dtype=self.dtype, device=self.device, kernels=self._kernels)
 
     def _reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:
@@ -149,33 +156,74 @@ class Decoder(nn.Module):
         Decoding calls it in inference mode; hidden states that a head is trained on are taken under no_grad.
         """
         place = cache.stage(rows)
+        order = tuple(range(len(self.blocks)) if layers is None else layers)
+        if self._fused is not None:
+            if self._graphs is not None and 0 < len(rows) <= MOST_ROWS and not rows.prompt:
+                return self._replayed(self._fused, self._graphs, rows, cache, place, logits_of, taps, order)
+            wanted = None if logits_of is None else logits_of.to(self.device)
+            step = self._fused.step(cache, place)
+            return self._scored(step, rows.tokens.to(self.device, non_blocking=True), wanted, taps, order)
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}
-        order = range(len(self.blocks)) if layers is None else layers
-        if self._fused is not None:
-            step = self._fused.step(cache, place)
-            for layer in order:
-                if layer in taps:
-                    hidden[layer] = step.stream(x)
-                x = step.through(cast(Block, self.blocks[layer]), x)
-            x = step.stream(x)
-        elif self._native is not None and self._native.takes(cache, place):
-            x = self._natively(x, list(order), cache, place, hidden, taps)
+        if self._native is not None and self._native.takes(cache, place):
+            x = self._natively(x, order, cache, place, hidden, taps)
         else:
             cos, sin = self.cos[place.positions], self.sin[place.positions]
             for layer in order:
                 if layer in taps:
                     hidden[layer] = x
                 x = self.blocks[layer](x, cos, sin, cache, place)
+        return self._out(x, hidden, None if logits_of is None else logits_of.to(self.device), taps)
+
+    def _replayed(
+        self,
+        fused: Fused,
+        graphs: Graphs,
+        rows: Rows,
+        cache: Cache,
+        place: Placement,
+        logits_of: Int[Tensor, " R"] | None,
+        taps: Collection[Tap],
+        order: tuple[int, ...],
+    ) -> Output:
+        def compute(fed: Fed) -> Scored:
+            out = self._scored(fused.few(cache, fed.reads), fed.tokens, fed.logits_of, taps, order)
+            return out.logits, out.hidden
+
+        asked = Asked(rows.tokens.numpy(), cache.told(place.parts), None if logits_of is None else logits_of.numpy())
+        return Output(*graphs(asked, (cache.lies, order, frozenset(taps)), compute, self.device))
+
+    def _scored(
+        self,
+        step: Step,
+        tokens: Int[Tensor, " T"],
+        logits_of: Int[Tensor, " R"] | None,
+        taps: Collection[Tap],
+        order: Sequence[int],
+    ) -> Output:
+        x, hidden = F.embedding(tokens, self.embedding), dict[Tap, Tensor]()
+        for layer in order:
+            if layer in taps:
+                hidden[layer] = step.stream(x)
+            x = step.through(cast(Block, self.blocks[layer]), x)
+        return self._out(step.stream(x), hidden, logits_of, taps)
+
+    def _out(
+        self,
+        x: Float[Tensor, "T dim"],
+        hidden: dict[Tap, Tensor],
+        logits_of: Int[Tensor, " R"] | None,
+        taps: Collection[Tap],
+    ) -> Output:
         if len(self.blocks) in taps:
             hidden[len(self.blocks)] = x
         if "final" not in taps and logits_of is not None:
-            x = F.rms_norm(x[logits_of.to(self.device)], x.shape[1:], self.norm, self.config.norm_eps)
+            x = F.rms_norm(x[logits_of], x.shape[1:], self.norm, self.config.norm_eps)
             return Output(self.unembedding(x), hidden)
         x = F.rms_norm(x, x.shape[1:], self.norm, self.config.norm_eps)
         if "final" in taps:
             hidden["final"] = x
-        return Output(self.unembedding(x if logits_of is None else x[logits_of.to(self.device)]), hidden)
+        return Output(self.unembedding(x if logits_of is None else x[logits_of]), hidden)
 
     def _natively(
         self,

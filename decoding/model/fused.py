@@ -1,5 +1,6 @@
 """A decoder's layers where our kernels run: norms with their residual, rotation, gate and one attention of all rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,10 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...attention.book import Placement
+from ...attention.book import Part, Placement
 from ...attention.cache import Cache
 from ...attention.kept import spread
-from ...attention.reads import write
+from ...attention.reads import Reads, write
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
 from ...kernels.swiglu import swiglu
@@ -38,29 +39,39 @@ class Fused:
         return f"triton, {'' if self.row_invariant else 'not '}row-invariant; prefill torch sdpa"
 
     def step(self, cache: Cache, place: Placement) -> "Step":
-        return Step(self, cache, place)
+        """Of rows that were staged."""
+        few = [part for part in place.parts if not part.causal]
+        reads = cache.told(few).on(place.device) if few else None
+        if reads is not None and len(few) == len(place.parts):
+            return self.few(cache, reads)
+        return Step(self, cache, place.parts, place.positions, reads)
+
+    def few(self, cache: Cache, reads: Reads) -> "Step":
+        """Of rows none of which is of a long chain; the host is asked for nothing."""
+        return Step(self, cache, (), reads.looks.positions, reads)
 
 
 class Step:
-    """One forward. What the last product of a layer adds to its stream x is summed by the next layer's norm."""
+    """One forward. What the last product of a layer adds to its stream x is summed by the next layer's norm.
 
-    def __init__(self, shared: Fused, cache: Cache, place: Placement) -> None:
-        self._shared, self._cache, self._place = shared, cache, place
-        self._few = [part for part in place.parts if not part.causal]
-        self._prefill = not self._few
-        self._reads = cache.reads(self._few) if self._few else None
-        self._all = len(self._few) == len(place.parts)
+    `parts`: where some are of a long chain, which attends by itself; `reads`: of the others."""
+
+    def __init__(
+        self, shared: Fused, cache: Cache, parts: Sequence[Part], positions: Int[Tensor, " T"], reads: Reads | None
+    ) -> None:
+        self._shared, self._cache, self._parts, self._positions, self._reads = shared, cache, parts, positions, reads
+        self._prefill = reads is None
         self._at: dict[int, tuple[Tensor, Tensor]] = {}  # where rows of each kind of pool are written, by its table
         self._added: Tensor | None = None
 
     @cached_property
     def _rows(self) -> Int[Tensor, " n"]:
         """Those of no long chain."""
-        numbers = [row for part in self._few for row in range(part.first, part.stop)]
-        return torch.tensor(numbers, device=self._place.positions.device)
+        numbers = [row for part in self._parts if not part.causal for row in range(part.first, part.stop)]
+        return torch.tensor(numbers, device=self._positions.device)
 
     def _short(self, x: Float[Tensor, "T *_"]) -> Float[Tensor, "n *_"]:
-        return x if self._all else x[self._rows]
+        return x[self._rows] if self._parts else x
 
     def stream(self, x: Float[Tensor, "T dim"]) -> Float[Tensor, "T dim"]:
         """What has gone through the layers so far, where `x` is what the last one returned."""
@@ -85,7 +96,7 @@ class Step:
         return self._seen(block, q)
 
     def _write(self, block: Block, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
-        for part in self._place.parts:
+        for part in self._parts:
             if part.causal:
                 own = slice(part.first, part.stop)
                 self._cache.write(block.layer, part, k[own], v[own])
@@ -102,16 +113,16 @@ class Step:
         if norm is not None:
             x = rms_norm(x.reshape(-1, block.head_dim), norm, block.eps)[0].view(x.shape)
         if block.rotates:
-            x = rope(x, self._place.positions, self._shared.inv_freq, self._shared.rope_scale)
+            x = rope(x, self._positions, self._shared.inv_freq, self._shared.rope_scale)
         return spread(x) if block.bits == 4 else x
 
     def _seen(self, block: Block, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T HqD"]:
-        if self._all:
+        if not self._parts:
             return self._at_once(block, q)
         out = q.new_empty(len(q), block.heads * block.head_dim)
-        if self._few:
+        if self._reads is not None:
             out[self._rows] = self._at_once(block, self._short(q))
-        for part in self._place.parts:
+        for part in self._parts:
             if part.causal:
                 own = slice(part.first, part.stop)
                 k, v = self._cache.view(block.layer, part)

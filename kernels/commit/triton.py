@@ -12,7 +12,7 @@ from ..aot import Specimen
 _CELLS = 4096  # rows times columns that a program holds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "kept_width"])
 @no_type_check  # this one is no Python
 def _moved(
     table_ptr,

@@ -149,9 +149,9 @@ def read(decoder: Decoder, groups: Sequence[int], tree: bool, dropped: bool) -> 
         found.append(decoder(rows, cache).logits[list(kept)])
         cache.commit({sequence: kept})
         at += n
-    last = [part[:, :, :at] for part in cache._kept[1]._parts]
+    last = [part[:, :, :at] for part in cache._kept[1].parts]
     sight = decoder.config.layout.layers[0].sight
-    ring = [part[:, :, : cache._held(sight) if cache._is_ring(sight) else at] for part in cache._kept[0]._parts]
+    ring = [part[:, :, : cache._held(sight) if cache._is_ring(sight) else at] for part in cache._kept[0].parts]
     return torch.cat(found), [*last, *ring]
 
 

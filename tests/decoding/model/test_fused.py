@@ -1,124 +1,43 @@
 """The decoder on our kernels, as on a GPU, against itself on torch's operations. They run in Triton's interpreter."""
 
-from collections.abc import Callable
-from dataclasses import replace
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
 
 from decodelab.attention import book
-from decodelab.attention.layout import LayerKV, Layout
-from decodelab.attention.paged import PagedCache
 from decodelab.attention.rows import Rows, chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
 from decodelab.decoding.draft import Gives
-from decodelab.decoding.model.config import ModelConfig
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.kernels.dispatch import Kernels
-from decodelab.quantization.codes import Codes
-from decodelab.quantization.grid import Grid, round_to_nearest
+from decodelab.tests.decoding.model.fused import CASES, FOUR_BITS, Again, decoder, pages
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import Rigged, ask, thicket
 
 pytest.importorskip("triton", reason="kernels are interpreted by triton")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import BaseBackend
+from triton.runtime.interpreter import InterpretedFunction
+
+INTERPRETED = Kernels(interpreted=True)
 
 
-def four_bits(weight: Tensor) -> Codes:
-    return round_to_nearest(weight, Grid(4, 16, False))
-
-
-def three_bits_in_any_group(weight: Tensor) -> Codes:
-    """With float shifts in the place of zeros."""
-    codes = round_to_nearest(weight, Grid(3, 8, False))
-    assert codes.zero is not None
-    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
-    shift = -codes.scale.float() * codes.zero.float()
-    groups = codes.column_groups[order].int()
-    return replace(codes, codes=codes.codes[:, order], groups=groups, zero=None, shift=shift)
-
-
-def eight_bits(weight: Tensor) -> Codes:
-    return round_to_nearest(weight, Grid(8, -1, False))
-
-
-def entries(**of_both: Any) -> tuple[LayerKV, ...]:
-    return tuple(LayerKV(layer, 2, **of_both) for layer in range(2))
-
-
-FOUR_BITS = "llama, 4 bits, one cache of both layers"
-# a model, how its weights are stored, what a layer keeps (None: the model's own), the size of a page (None: no pages)
-CASES: dict[str, tuple[PretrainedConfig, Callable[[Tensor], Codes] | None, tuple[LayerKV, ...] | None, int | None]] = {
-    FOUR_BITS: (LlamaConfig(**SIZES), four_bits, (LayerKV(0, 2), LayerKV(0, 2)), None),
-    "qwen2, pages": (Qwen2Config(**SIZES, tie_word_embeddings=True), None, None, 4),
-    "qwen3, keys of 4 bits": (Qwen3Config(**SIZES, head_dim=16), None, entries(bits=4), None),
-    "smollm3, 8 bits, pages of 8 bits, windows": (
-        SmolLM3Config(**SIZES, no_rope_layers=[1, 0]),
-        eight_bits,
-        (LayerKV(0, 2, 4, 1, bits=8), LayerKV(1, 2)),
-        16,
-    ),
-    "mistral, 3 bits, rings": (
-        MistralConfig(**SIZES, sliding_window=5),
-        three_bits_in_any_group,
-        (LayerKV(0, 2, 5), LayerKV(1, 2, 4, 1, bits=4)),
-        None,
-    ),
-}
-
-
-def decoder(name: str, kernels: Kernels | None = None) -> Decoder:
-    """float32; `kernels` None: of the CPU's own."""
-    config, quantise, layers, _ = CASES[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for part, weight in model.named_parameters():
-                weight.mul_(8) if weight.dim() > 1 else weight.normal_(1.0 if "norm" in part else 0.0, 0.3)
-    tensors, made = model.state_dict(), ModelConfig.from_hf(config)
-    codes = {
-        part.removesuffix(".weight"): quantise(weight)
-        for part, weight in tensors.items()
-        if quantise is not None and part.endswith("proj.weight")
-    }
-    if layers is not None:
-        made = replace(made, layout=Layout(layers, made.head_dim))
-    return Decoder(made, tensors, dtype=torch.float32, codes=codes, kernels=kernels)
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies by numpy's BLAS, which sums a tile's seventh row in another order than its first, as
+    no GPU does: here it multiplies and sums in order."""
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None].astype(dtype) * b).sum(1))
 
 
 @torch.inference_mode()
 def fed(model: Decoder, name: str) -> list[Tensor]:
     """Logits and hidden states of two prompts, trees behind them, and a row behind what was kept of those."""
-    size, pages = CASES[name][3], None
-    if size is not None:
-        pages = PagedCache(model.config.layout, size=size, dtype=model.dtype, device="cpu")
-    cache = model.open_cache(3, 20, pages)
+    cache = model.open_cache(3, 20, pages(name, model))
     _, a, b = (cache.open() for _ in range(3))  # the first is another's, so that numbers are not places
     first = model(chains([[5, 6, 7, 8, 9, 10, 11], [3]], [b, a], prompt=True), cache, logits_of=torch.tensor([6, 7]))
     cache.commit({b: range(7), a: [7]})
@@ -129,14 +48,32 @@ def fed(model: Decoder, name: str) -> list[Tensor]:
     more = model(Rows(torch.tensor([30]), torch.tensor([2]), torch.tensor([b]), False, first=6), cache)
     cache.commit({b: [0, 2, 6], a: [4]})
     third = model(chains([[20], [21]], [a, b]), cache)
-    return [first.logits, second.logits, *second.hidden.values(), more.logits, third.logits]
+    cache.commit({a: [0], b: [1]})
+    tree = Rows(
+        torch.tensor([9, 8, 7, 6, 5, 4, 3]),
+        torch.tensor([-1, -1, 1, 1, -1, 4, -1]),
+        torch.tensor([b] * 4 + [a] * 3),
+        False,
+    )
+    fourth = model(tree, cache, taps=(0, 1, 2, "final"))
+    cache.commit({b: [1, 3], a: [6]})
+    fifth = model(chains([[22], [23]], [a, b]), cache, logits_of=torch.tensor([1]))
+    of_trees = [states for out in (second, fourth) for states in (out.logits, *out.hidden.values())]
+    return [first.logits, more.logits, third.logits, fifth.logits, *of_trees]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_torch_s_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where steps are recorded and replayed, those of launching to the bit."""
     unchecked(monkeypatch)
-    for got, want in zip(fed(decoder(name, Kernels(interpreted=True)), name), fed(decoder(name), name), strict=True):
+    in_order(monkeypatch)
+    recorder = Again()
+    launched = fed(decoder(name, INTERPRETED), name)
+    for got, want in zip(launched, fed(decoder(name), name), strict=True):
         assert (got - want).norm() / want.norm() < 1e-5
+    for got, want in zip(fed(decoder(name, INTERPRETED, recorder), name), launched, strict=True):
+        assert torch.equal(got, want)
+    assert recorder.replayed == [0, 1, 2, 0, 3]
 
 
 @torch.inference_mode()
@@ -146,7 +83,7 @@ def test_a_long_prompt_beside_a_short_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(book, "LONG_CHAIN", 4)
     prompts = [[3, 4], [5, 6, 7, 8, 9, 10], [9]]
     found = []
-    for kernels in (Kernels(interpreted=True), None):
+    for kernels in (INTERPRETED, None):
         model = decoder(FOUR_BITS, kernels)
         cache = model.open_cache(3, 20)
         rows = chains(prompts, [cache.open() for _ in prompts], prompt=True)
@@ -155,25 +92,64 @@ def test_a_long_prompt_beside_a_short_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_greedy_speculation_emits_what_plain_decoding_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched, and replayed; which gives the same bits, and compiles and records nothing once a bucket is there."""
     unchecked(monkeypatch)
-    model = decoder(FOUR_BITS, Kernels(interpreted=True))
+    in_order(monkeypatch)
     asked = [ask(prompt, Greedy(), 6) for prompt in ([7, 30, 12], [5, 9])]
+    model = decoder(FOUR_BITS, INTERPRETED)
     plain = [g.tokens for g in reference.generate(model, asked, Greedy().law(), seed=0)]
     assert all(len(set(tokens)) > 3 for tokens in plain)
     answers = {request.prompt: tokens for request, tokens in zip(asked, plain, strict=True)}
-    drafter = Rigged(thicket(answers, seed=7), gives=Gives("forest", rows=8, depth=6))
-    got = loop.generate(model, asked, drafter, Greedy(), seed=0)
-    assert [g.tokens for g in got] == plain
-    assert sum(step.accepted for g in got for step in g.steps) > 3
+    recorder, found = Again(), []
+    for model in (decoder(FOUR_BITS, INTERPRETED), decoder(FOUR_BITS, INTERPRETED, recorder)):
+        drafter = Rigged(thicket(answers, seed=7), gives=Gives("forest", rows=8, depth=6))
+        found.append(loop.generate(model, asked, drafter, Greedy(), seed=0, logprobs=True))
+    launched, replayed = found
+    assert [g.tokens for g in launched] == [g.tokens for g in replayed] == plain
+    assert [g.logprobs for g in launched] == [g.logprobs for g in replayed]
+    assert sum(step.accepted for g in replayed for step in g.steps) > 3
+
+
+@torch.inference_mode()
+def test_a_bucket_is_compiled_and_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over growing lengths and different trees; and of one kernel, all buckets want the same variants, by what triton
+    tells variants apart: integers of 1 or divisible by 16, pointers aligned to 16 bytes, constants, options."""
+    unchecked(monkeypatch)
+    variants: list[set[tuple[Any, ...]]] = []
+    run = InterpretedFunction.run
+
+    def noted(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        unlike = self.kwargs["do_not_specialize"] or ()
+        told = dict(zip(self.arg_names, args, strict=False))
+        kinds = [native_specialize_impl(BaseBackend, x, False, name not in unlike, True) for name, x in told.items()]
+        variants[-1].add((self.__name__, tuple(kinds), tuple(sorted(options.items(), key=str))))
+        run(self, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    recorder = Again()
+    model = decoder(FOUR_BITS, INTERPRETED, recorder)
+    cache = model.open_cache(1, 100)
+    sequence = cache.open()
+    rng = random.Random(0)
+    variants.append(set())
+    model(chains([[5, 6, 7]], [sequence], prompt=True), cache)
+    cache.commit({sequence: range(3)})
+    for rows in (1, 2, 5, 8, 7, 6, 2, 1):
+        parents = [rng.randrange(-1, i) for i in range(rows)]
+        variants.append(set())
+        model(Rows(torch.arange(rows), torch.tensor(parents), torch.full((rows,), sequence), False), cache)
+        variants.append(set())
+        cache.commit({sequence: [rows - 1]})
+    assert recorder.replayed == [0, 1, 2, 2, 2, 2, 1, 0]
+    first, *others = variants[1::2]  # without commits
+    assert all(of == first for of in others)
 
 
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_a_chain_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies by numpy's BLAS, which sums a tile's seventh row in another order than its first, as
-    no GPU does: here it multiplies and sums in order."""
     unchecked(monkeypatch)
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None].astype(dtype) * b).sum(1))
-    model = decoder(FOUR_BITS, Kernels(interpreted=True))
+    in_order(monkeypatch)
+    model = decoder(FOUR_BITS, INTERPRETED)
     ids = [5, 9, 41, 3, 17]
     found = []
     for sizes in ([5], [1, 1, 1, 1, 1]):
@@ -191,7 +167,9 @@ def test_a_row_has_the_same_bits_in_a_chain_and_alone(monkeypatch: pytest.Monkey
 def test_the_fast_mode_says_that_it_is_not_row_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     unchecked(monkeypatch)
     name = FOUR_BITS
-    fast, exact = (decoder(name, Kernels(row_invariant, interpreted=True)) for row_invariant in (False, True))
+    fast, exact = (
+        decoder(name, Kernels(row_invariant=row_invariant, interpreted=True)) for row_invariant in (False, True)
+    )
     said = [model.implementation["linear"] for model in (exact, fast)]
     assert said[0] == ", ".join(f"{of} (triton, row-invariant, prefill by torch)" for of in ("dense", "int4"))
     assert said[1].startswith("int4 (triton, not row-invariant, prefill by torch), ")  # and the product of 16 bits
