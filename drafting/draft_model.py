@@ -127,7 +127,9 @@ class DraftModel:
         if self.vocabulary == "same":
             same_tokens(source.tokenizer, resources.tokenizer, source.label, "the target")
         dtype = target.dtype if self.model.dtype is None else getattr(torch, self.model.dtype)
-        model = load_decoder(source, dtype=dtype, device=target.device, progress=resources.progress)
+        model = load_decoder(
+            source, dtype=dtype, device=target.device, kernels=target.kernels, progress=resources.progress
+        )
         return self.around(model, source.tokenizer, resources)
 
     def around(

@@ -22,7 +22,7 @@ from ..drafting.draft_model import DraftSpec
 from ..drafting.trees import HasTree
 from ..errors import UserError
 from ..quantization.none import AsStored
-from .config import RunConfig
+from .config import KernelSettings, RunConfig
 from .format import CHANGED, UNTRAINED
 from .tasks import Task
 
@@ -58,6 +58,8 @@ def resolve(config: RunConfig, target: Source | None = None, task: Task | None =
     if config.replay is not None:
         return _replayed(config.drafting, target, task)
     found = resolve_pair(config.drafting, config.acceptance, target, task)
+    if (idle := idle_kernels(config)) is not None:
+        found = replace(found, warnings=(*found.warnings, idle))
     if config.pages.share and config.drafting.needs.prefill_hidden and found.verdict != "refused":
         found = replace(found, verdict="runs with a fallback", reasons=(*found.reasons, UNSHARED))
     try:
@@ -238,6 +240,23 @@ def resolve_device(name: str) -> torch.device:
         if (device.index or 0) >= torch.cuda.device_count():
             raise UserError(f"device={name}, but the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
+
+
+def idle_kernels(config: RunConfig) -> str | None:
+    """Of keys that say how our kernels compute, where they do not run."""
+    if config.kernels == KernelSettings():
+        return None
+    device = resolve_device(config.device)
+    dtype, _ = resolve_dtype(config.dtype, device)
+    if config.kernels.kernels.run_on(device, dtype):
+        return None
+    given = ", ".join(
+        f"kernels.{field.name}=false" for field in fields(config.kernels) if not getattr(config.kernels, field.name)
+    )
+    return (
+        f"{given} changes nothing on {device} in {str(dtype).removeprefix('torch.')}: it is of our Triton kernels, "
+        "which run on a GPU in bfloat16, float16 and float32"
+    )
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

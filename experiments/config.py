@@ -11,6 +11,7 @@ from ..decoding.draft import DrafterSettings
 from ..decoding.model.source import ModelSpec
 from ..decoding.training import Trains
 from ..errors import UserError
+from ..kernels.dispatch import Kernels
 from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser
 from .planning import Hardware, PlanJob
@@ -83,6 +84,20 @@ class PageSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelSettings:
+    """Of a GPU, where our kernels run. `row_invariant`: a row has the same bits whatever rows stand beside it, so that
+    greedy speculation emits what plain decoding does; else products are the fastest there are. `graphs`: steps of a few
+    rows are CUDA graphs."""
+
+    row_invariant: bool = True
+    graphs: bool = True
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(row_invariant=self.row_invariant, graphs=self.graphs)
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """Parts are built, weights are not loaded. `resolved` is the whole configuration as plain data, for the record."""
 
@@ -98,6 +113,7 @@ class RunConfig:
     target: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    kernels: KernelSettings = field(default_factory=KernelSettings)
     threads: int | None = None
     seed: int = 0
     batch: int = 1

@@ -22,6 +22,7 @@ from ..decoding.model.storage import file_digest
 from ..decoding.request import Request, request
 from ..drafting.none import Nothing
 from ..errors import UserError
+from ..kernels.dispatch import Kernels
 from .composition import draft_models
 from .config import PageSettings
 from .format import size as size_of
@@ -117,8 +118,10 @@ class Lab:
         return None if self.pages.size is None else self._paged(self.pages.size, None, False)
 
     def _paged(self, size: int, blocks: int | None, share: bool) -> PagedCache:
-        layout, dtype, device = self.target.config.layout, self.target.dtype, self.target.device
-        return PagedCache(layout, size=size, blocks=blocks, share=share, dtype=dtype, device=device)
+        of, layout = self.target, self.target.config.layout
+        return PagedCache(
+            layout, size=size, blocks=blocks, share=share, dtype=of.dtype, device=of.device, kernels=of.kernels
+        )
 
     def _check_pool(self) -> None:
         """That a pool of given size fits: it is allocated at once."""
@@ -157,10 +160,10 @@ class Baseline:
 @dataclass(slots=True)
 class Warm:
     """What a worker keeps from cell to cell: the target loaded last, so that the next cell over the same model, with
-    the same dtype, device and layout, loads nothing, and the baselines that it timed, each by a digest of all that it
-    depends on."""
+    the same dtype, device, layout and kernels, loads nothing, and the baselines that it timed, each by a digest of all
+    that it depends on."""
 
-    loaded: tuple[tuple[str, torch.dtype, torch.device, Layout | None], Decoder] | None = None
+    loaded: tuple[tuple[str, torch.dtype, torch.device, Layout | None, Kernels], Decoder] | None = None
     baselines: dict[str, Baseline] = field(default_factory=dict)
 
     def target(
@@ -170,20 +173,30 @@ class Warm:
         device: torch.device,
         progress: Progress | None = None,
         layout: Layout | None = None,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> Decoder:
-        if self.loaded is None or not self.holds(source, dtype, device, layout):
+        if self.loaded is None or not self.holds(source, dtype, device, layout, kernels):
             self.loaded = None  # before the next one is there
-            decoder = load_decoder(source, dtype=dtype, device=device, layout=layout, progress=progress)
-            self.loaded = (source.identity, dtype, device, layout), decoder
+            decoder = load_decoder(
+                source, dtype=dtype, device=device, layout=layout, kernels=kernels, progress=progress
+            )
+            self.loaded = (source.identity, dtype, device, layout, kernels), decoder
         return self.loaded[1]
 
     def forget(self) -> None:
         """The target goes, as soon as nobody else has it."""
         self.loaded = None
 
-    def holds(self, source: Source, dtype: torch.dtype, device: torch.device, layout: Layout | None = None) -> bool:
+    def holds(
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Layout | None = None,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
+    ) -> bool:
         """Whether this target is in memory."""
-        return self.loaded is not None and self.loaded[0] == (source.identity, dtype, device, layout)
+        return self.loaded is not None and self.loaded[0] == (source.identity, dtype, device, layout, kernels)
 
 
 def build_lab(

@@ -265,7 +265,7 @@ def layers(config: RunConfig) -> int:
     busy = (load_of_others() or 0.0) > BUSY
     with hardware.torch_threads(config.threads), Watch() as watch:
         source = target_of(config, dtype, watch.step)
-        target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
+        target = load_decoder(source, dtype=dtype, device=device, kernels=config.kernels.kernels, progress=watch.step)
         layout = target.config.layout
         if len(layout.layers) < 2:
             raise UserError(f"{source.label} has one layer, and nothing drafts without layers: take a larger model")

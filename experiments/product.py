@@ -41,7 +41,8 @@ def check_product(config: RunConfig, source: Source) -> None:
 def product(config: RunConfig, source: Source, teacher: Decoder, folder: Path) -> int:
     """Prints and writes what the student in `folder` costs beside its teacher. With quality.tasks, both are evaluated,
     in folders of it, the student against the teacher: what is there already is not asked again. The command's code."""
-    student = load_decoder(open_source(ModelSpec(path=str(folder))), dtype=teacher.dtype, device=teacher.device)
+    made = open_source(ModelSpec(path=str(folder)))
+    student = load_decoder(made, dtype=teacher.dtype, device=teacher.device, kernels=teacher.kernels)
     context = min(_CONTEXT, *(model.config.max_positions // 2 for model in (student, teacher)))
     found = {
         name: {
@@ -69,7 +70,7 @@ def product(config: RunConfig, source: Source, teacher: Decoder, folder: Path) -
     plain = replace(
         config, against=None, output=str(reference), tracking=Untracked(), attention=Native(), resolved=resolved
     )
-    warm = Warm(((source.identity, teacher.dtype, teacher.device, None), teacher))
+    warm = Warm(((source.identity, teacher.dtype, teacher.device, None, teacher.kernels), teacher))
     if code := _examined(plain, warm, console):
         return code
     named = {"name": None, "path": str(folder), "revision": None, "adapter": None}

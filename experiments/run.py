@@ -135,12 +135,13 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
                 )
 
             try:
-                held = warm.holds(source, dtype, device, what.layout)
+                kernels = config.kernels.kernels
+                held = warm.holds(source, dtype, device, what.layout, kernels)
                 if not held:
                     warm.forget()
                 plan = Plan.of(source, config.drafting, dtype, device, compares=config.compare_hf and speed, held=held)
                 plan.check()
-                target = warm.target(source, dtype, device, watch.step, what.layout)
+                target = warm.target(source, dtype, device, watch.step, what.layout, kernels)
                 lab = build_lab(
                     source, target, config.drafting, config.acceptance, progress=watch.step, pages=config.pages
                 )

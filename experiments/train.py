@@ -208,7 +208,7 @@ def _train(config: RunConfig, settings: Trains, folder: Path, stack: ExitStack) 
         known = _known(config, settings, source.identity, dtype, start)
         if (folder / STATE).exists():
             check_state(folder / STATE, known)
-        target = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
+        target = load_decoder(source, dtype=dtype, device=device, kernels=config.kernels.kernels, progress=watch.step)
         lab = build_lab(source, target, config.drafting, config.acceptance, progress=watch.step)
         if files:
             (folder / ANSWERS).touch()  # by which the folder is known as a training's

@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         super().__init__()
 
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self._kernels = kernels = kernels or Kernels()
+        self.kernels = kernels = kernels or Kernels()
         ours = kernels if kernels.run_on(self.device, dtype) else None
         weights = Weights(tensors, dtype, self.device, codes or {}, ours)
         self.embedding = weights.read("model.embed_tokens.weight")
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         layout = self.config.layout
         kind = DenseCache if layout.plain else LayeredCache
         sizes = {"sequences": sequences, "capacity": capacity}
-        return kind(layout, **sizes, dtype=self.dtype, device=self.device, kernels=self._kernels)
+        return kind(layout, **sizes, dtype=self.dtype, device=self.device, kernels=self.kernels)
 
     def _reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:

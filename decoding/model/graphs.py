@@ -39,7 +39,7 @@ class CudaGraphs:
     """Of one device; all graphs share a pool of memory, since one runs at a time and its results are copied."""
 
     device: torch.device
-    _pool: tuple[int, int] | None = None
+    _pool: Any = None
 
     @property
     def name(self) -> str:

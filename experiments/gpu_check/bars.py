@@ -126,6 +126,13 @@ BARS = (
         0.85,
         lambda rows: _most(lambda row: row["of_bandwidth"], rows, model="random"),
     ),
+    Bar(
+        "a replayed step is the launched one to the bit (share of chains)",
+        "model",
+        "≥",
+        1.0,
+        lambda rows: _least(lambda row: row["replayed"], rows, mode="exact"),
+    ),
     Bar("T(8) ÷ T(1)", "model", "≤", 1.1, lambda rows: _most(lambda row: row["t8"], rows, model="random")),
     Bar(
         "greedy speculation is plain decoding to the bit (share of prompts)",

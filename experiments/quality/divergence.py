@@ -99,7 +99,8 @@ def _floor(lm: "DecodelabLM", made: Recorded, progress: Progress) -> dict[str, A
         )
         return None
     every = -(-sum(gold.tokens for gold in made.golds) // FLOOR)
-    twin = load_decoder(lab.source, dtype=other, device=device, layout=lab.target.config.layout, progress=progress)
+    layout, kernels = lab.target.config.layout, lab.target.kernels
+    twin = load_decoder(lab.source, dtype=other, device=device, layout=layout, kernels=kernels, progress=progress)
     led = lead(lm.beside(twin), made, {gold.key for gold in made.golds[::every]}, progress)
     kl, flips = (np.concatenate([getattr(one, name) for one in led]) for name in ("kl", "flips"))
     return {

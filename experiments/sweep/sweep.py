@@ -41,7 +41,8 @@ StartWorker = Callable[[str, Path, Sequence[int]], CellWorker]  # (group, its fi
 _FAILED: tuple[Status, ...] = ("broken", "failed", "out_of_memory", "timeout")
 _SOUND: tuple[Status, ...] = ("done", "broken", "refused")  # after which the worker is as good as new
 _SLUG = 60  # characters of a folder's name, beside its key: of 4 bytes each, a disk takes no more
-_SHARED = ("dtype", "device", "threads", "quantization", "attention")  # by cells of one warm target, with its weights
+# by cells of one warm target, with its weights
+_SHARED = ("dtype", "device", "kernels", "threads", "quantization", "attention")
 
 
 def sweep(

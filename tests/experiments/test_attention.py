@@ -15,6 +15,7 @@ from decodelab.experiments.composition import resolve
 from decodelab.experiments.format import CHANGED
 from decodelab.experiments.lab import Warm
 from decodelab.experiments.quality.settings import QualitySettings
+from decodelab.kernels.dispatch import Kernels
 from decodelab.tests.experiments.bench import Bench
 
 RECIPE = 'attention.layers="1*(window=8) 1*full | kv_heads=1 bits=8"'
@@ -106,6 +107,7 @@ def test_a_warm_target_is_of_one_layout(checkpoint):
     layout = Window(8).layout(own, 4)
     assert warm.holds(source, *at)
     assert not warm.holds(source, *at, layout)
+    assert not warm.holds(source, *at, kernels=Kernels(row_invariant=False))
     target = warm.target(source, *at, layout=layout)
     assert target.config.layout == layout != own
     assert warm.target(source, *at, layout=layout) is target

@@ -21,8 +21,9 @@ SHIPPED = Composer()  # reads each YAML once
 OPTIONS = [(group, option) for group, options in groups().items() if group != "experiment" for option in options]
 TOP = (
     "model, drafting, acceptance, task, quality, tracking, attention, quantization, format, target, dtype, device, "
-    "threads, seed, batch, timing, profile, compare_hf, replay, tasks, against, output, cell, stop_after_failures, "
-    "budget_hours, rerun, sweep, search, layers, quantize, context, hardware, plan, pages, train, trusted"
+    "kernels, threads, seed, batch, timing, profile, compare_hf, replay, tasks, against, output, cell, "
+    "stop_after_failures, budget_hours, rerun, sweep, search, layers, quantize, context, hardware, plan, pages, train, "
+    "trusted"
 )
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
 MODELS = ", ".join(groups()["model"])

@@ -19,7 +19,7 @@ from decodelab.errors import UserError
 from decodelab.experiments import composition
 from decodelab.experiments.composition import Composition, draft_models, resolve_device, resolve_dtype, resolve_pair
 from decodelab.experiments.composition import resolve as resolve_config
-from decodelab.experiments.config import RunConfig
+from decodelab.experiments.config import KernelSettings, RunConfig
 from decodelab.experiments.items import Item, Message
 from decodelab.experiments.tasks import Task, TaskSettings
 
@@ -241,6 +241,22 @@ def test_dtype_on_a_gpu_and_as_asked(machine):
     assert resolve_dtype("auto", torch.device("cuda")) == (torch.bfloat16, "auto, on a GPU")
     for name in ("float32", "bfloat16", "float16", "float64"):
         assert resolve_dtype(name, torch.device("cuda")) == (getattr(torch, name), "as asked")
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "dtype", "line"),
+    [
+        (KernelSettings(), 0, "float32", None),
+        (KernelSettings(row_invariant=False), 1, "bfloat16", None),
+        (KernelSettings(False, False), 0, "float32", "kernels.row_invariant=false, kernels.graphs=false changes"),
+        (KernelSettings(graphs=False), 1, "float64", "kernels.graphs=false changes nothing on cuda in float64"),
+    ],
+)
+def test_keys_of_kernels_that_do_not_run_are_told(settings, gpus, dtype, line, machine):
+    machine(gpus=gpus)
+    found = resolve_config(RunConfig(ModelSpec("m"), CHAIN, Greedy(), TaskSettings(), dtype=dtype, kernels=settings))
+    assert found.verdict == "runs"
+    assert [warning.startswith(line or "") for warning in found.warnings] == [True] * (line is not None)
 
 
 def test_a_gpu_that_torch_cannot_use_is_told(machine, monkeypatch, tmp_path):

@@ -72,6 +72,11 @@ def bar(name: str) -> Bar:
             [{"seconds": 1.0, "alternatives": {"sdpa": 0.94}}],
         ),
         ("plain decoding", [{"model": "random", "of_bandwidth": 0.85}], [{"model": "random", "of_bandwidth": 0.84}]),
+        (
+            "a replayed",
+            [{"mode": "exact", "replayed": 1.0}, {"mode": "fast", "replayed": 0.0}],
+            [{"mode": "exact", "replayed": 0.8}],
+        ),
         ("T(8)", [{"model": "random", "t8": 1.1}], [{"model": "random", "t8": 1.2}]),
         (
             "greedy",

@@ -68,7 +68,7 @@ def test_the_same_weights_under_another_config_are_another_model(private, checkp
     for eps in (1e-6, 1e-3):
         edit_json(folder / "config.json", rms_norm_eps=eps)
         run, source = identify(config), open_source(ModelSpec(path=str(folder)))
-        warm = Warm(((source.identity, torch.float32, cpu, None), lab.target))
+        warm = Warm(((source.identity, torch.float32, cpu, None, lab.target.kernels), lab.target))
         if found:
             assert not found[0][-1].holds(source, torch.float32, cpu)
         assert warm.holds(source, torch.float32, cpu)

@@ -14,6 +14,7 @@ from decodelab.experiments.cli import main
 from decodelab.experiments.compose import compose
 from decodelab.experiments.hardware import Peaks
 from decodelab.experiments.lab import Lab, Warm
+from decodelab.kernels.dispatch import Kernels
 from decodelab.tests.decoding.model.checkpoints import save_folder, tiny_byte_tokenizer, tiny_model
 from decodelab.tests.experiments.bench import strict
 
@@ -292,9 +293,11 @@ def test_the_demo_is_the_default_task(bench: Any, capsys: Any):
 
 
 def test_cells_of_one_worker_share_a_baseline(bench: Any):
-    """timing=anchored: the first cell times it, the second times anchors, and both rows say so."""
+    """timing=anchored: the first cell times it, the second times anchors, and both rows say so. Keys of kernels reach
+    the target, and are told where there are none."""
     assert bench.run("--cfg", "job") == 0  # writes the task
     words = ["device=cpu", "threads=1", "dtype=float32", f"model.path={bench.checkpoint}", "timing=anchored"]
+    words += ["kernels.row_invariant=false"]
     words += [f"task.path={bench.root / 'task.jsonl'}", "task.max_new_tokens=12"]
     warm, found = Warm(), []
     for name in ("prompt_lookup", "none"):
@@ -307,3 +310,6 @@ def test_cells_of_one_worker_share_a_baseline(bench: Any):
     assert second["drift"] > 0
     assert all(result["exactness"]["verdict"] == "exact" for result in found)
     assert second["baseline"] == "anew" or found[0]["baseline"] == found[1]["baseline"]
+    assert warm.loaded is not None
+    assert warm.loaded[1].kernels == Kernels(row_invariant=False)
+    assert all(result["warnings"][0].startswith("kernels.row_invariant=false changes nothing") for result in found)
