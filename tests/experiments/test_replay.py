@@ -136,7 +136,7 @@ def test_what_it_says_of_itself(bench: Bench, capsys: Any):
 
 def test_a_speedup_is_predicted_from_the_recorded_costs(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     honest = cost.measure_target
-    monkeypatch.setattr(cost, "measure_target", lambda target, context: honest(target, context=context, repeats=1))
+    monkeypatch.setattr(cost, "measure_target", lambda target, **given: honest(target, **given, repeats=1))
     assert bench.run("profile=true", "timing=untimed", "drafting=none") == 0
     real = bench.result
     capsys.readouterr()

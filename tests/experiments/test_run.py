@@ -87,7 +87,7 @@ def test_drawn_drafts_have_the_same_law(bench: Any, capsys: Any):
 
 def test_profile_and_transformers_beside_it(bench: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     honest = cost.measure_target
-    monkeypatch.setattr(cost, "measure_target", lambda target, context: honest(target, context=context, repeats=1))
+    monkeypatch.setattr(cost, "measure_target", lambda target, **given: honest(target, **given, repeats=1))
     draft = ["drafting=draft_model", f"drafting.model.path={bench.checkpoint}"]
     assert bench.run("profile=true", "compare_hf=true", *draft) == 0
     found, out = bench.result, capsys.readouterr().out

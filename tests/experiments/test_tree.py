@@ -69,7 +69,9 @@ def test_from_a_run_to_a_run(bench: Bench, private: Path, capsys: Any):
 
 def test_the_size_follows_from_t_k(bench: Bench, private: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     """Rows that are free but for the ninth: eight candidates. Rows that cost as much as a plain step each: none."""
-    monkeypatch.setattr(cost, "measure_target", lambda target, context: Profile(context, {1: 1.0, 9: 1.0, 10: 9.0}))
+    monkeypatch.setattr(
+        cost, "measure_target", lambda target, context, **given: Profile(context, {1: 1.0, 9: 1.0, 10: 9.0})
+    )
     monkeypatch.setattr(cost, "draft_cost", lambda *args, **options: cost.DraftCost(0.0, 0.0, 0.0))
     assert bench.run(*WIDE, "timing=untimed", "profile=true") == 0
     capsys.readouterr()
