@@ -102,7 +102,6 @@ class Counted(Protocol):
     def emitted(self) -> int: ...
 
 
-@torch.inference_mode()
 def measure_target(
     target: Decoder,
     *,
@@ -112,30 +111,58 @@ def measure_target(
     layers: Sequence[int] | None = None,
     pages: PagedCache | None = None,
 ) -> Profile:
-    """T(k) as the loop's verification pays it: all rows' logits, their argmax on the host. The k take turns. `layers`:
-    of these alone, as a draft of the target's own layers pays it. `pages`: behind rows in these, else contiguous."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(target.config.vocab, (context + max(rows),), generator=generator).tolist()
-    cache = target.open_cache(1, len(tokens), pages)
-    slot = cache.open()
-    for at in range(0, context, PREFILL_CHUNK):
-        piece = tokens[at : min(at + PREFILL_CHUNK, context)]
-        target(chains([piece], [slot], prompt=True), cache, logits_of=torch.tensor([len(piece) - 1]))
-        cache.commit({slot: range(len(piece))})
-    feeds = [(k, chains([tokens[context : context + k]], [slot])) for k in rows]
+    """T(k) as the loop's verification pays it. The k take turns. `layers`: of these alone, as a draft of the target's
+    own layers pays it. `pages`: behind rows in these, else contiguous."""
+    forward = TimedForward(target, context=context, most=max(rows), layers=layers, pages=pages)
     seconds: dict[int, list[float]] = {k: [] for k in rows}
-    order = random.Random(0)
+    order, turns = random.Random(0), list(rows)
     for turn in range(_WARM + repeats):
-        order.shuffle(feeds)  # no k always follows the same other one
-        for k, feed in feeds:
-            begin = time.perf_counter()
-            largest(target(feed, cache, layers=layers).logits)
-            spent = time.perf_counter() - begin
-            cache.drop()
+        order.shuffle(turns)  # no k always follows the same other one
+        for k in turns:
+            spent = forward(k)
             if turn >= _WARM:
                 seconds[k].append(spent)
-    cache.free(slot)
+    forward.close()
     return Profile(context, {k: median(found) for k, found in sorted(seconds.items())})
+
+
+class TimedForward:
+    """Seconds of one forward of k ≤ `most` rows of one sequence behind `context` committed ones: all their logits, the
+    argmax on the host."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        target: Decoder,
+        *,
+        context: int,
+        most: int,
+        layers: Sequence[int] | None = None,
+        pages: PagedCache | None = None,
+    ) -> None:
+        self._target, self._layers = target, layers
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(target.config.vocab, (context + most,), generator=generator).tolist()
+        self._cache = target.open_cache(1, len(tokens), pages)
+        self._slot, self._next = self._cache.open(), tokens[context:]
+        for at in range(0, context, PREFILL_CHUNK):
+            piece = tokens[at : min(at + PREFILL_CHUNK, context)]
+            last = torch.tensor([len(piece) - 1])
+            target(chains([piece], [self._slot], prompt=True), self._cache, logits_of=last)
+            self._cache.commit({self._slot: range(len(piece))})
+
+    @torch.inference_mode()
+    def __call__(self, k: int) -> float:
+        feed = chains([self._next[:k]], [self._slot])
+        begin = time.perf_counter()
+        largest(self._target(feed, self._cache, layers=self._layers).logits)
+        spent = time.perf_counter() - begin
+        self._cache.drop()
+        return spent
+
+    def close(self) -> None:
+        """The rows go, from pages that outlive them too."""
+        self._cache.free(self._slot)
 
 
 def draft_cost(

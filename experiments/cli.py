@@ -179,6 +179,10 @@ def _dispatch(argv: Sequence[str]) -> int:
         if job.measures:
             return search(words.job, configs[0], words.overrides, composer, words.config_dirs)
         check_space("run", configs[0], words.overrides, composer)
+    if job.do is None:
+        from .peers.command import peers
+
+        return peers(cells, configs, words.config_dirs)
     if single:
         _refuse_sweeps_keys(configs[0])
         return job.do(configs[0])
@@ -296,11 +300,11 @@ def _beside(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A command: what it does in words, and in code. `measures`: a run's folder comes out, and a sweep's cells are runs
-    in processes of their own."""
+    """A command: what it does in words, and in code; None where that takes all cells of a sweep at once. `measures`: a
+    run's folder comes out, and a sweep's cells are runs in processes of their own."""
 
     about: str
-    do: Callable[["RunConfig"], int]
+    do: Callable[["RunConfig"], int] | None
     measures: bool = False
 
 
@@ -327,6 +331,9 @@ JOBS: Mapping[str, Job] = {
     "plan": Job(
         "on paper: KV cache, memory, roofline and cost of a model, batch, context, layout and hardware; loads nothing",
         _plan,
+    ),
+    "peers": Job(
+        "the cells of a sweep beside transformers and llama.cpp, in turn in one process: ratios, T(k), bandwidth", None
     ),
     "quantize": Job("a quantised copy of the model; writes output=DIR, which model.path=DIR loads", _quantize),
     "train": Job(

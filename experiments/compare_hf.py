@@ -4,9 +4,10 @@ It takes turns with us. Where both models do not fit into memory (`memory.py`), 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ PROMPT_LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class HfRun:
+class Turn:
     """One generation. `first`: tokens in the first delivery; `ttft_s`: until it; `decode_s`: from it to the last one;
-    `steps`: deliveries after the first.
+    `steps`: deliveries after the first; `forwards_s`: of the steps, in the model's forwards, where that is known.
 
     In a speculative mode the pass that reads the prompt verifies a draft as well, so `first` may be more than one.
     """
@@ -33,15 +34,31 @@ class HfRun:
     ttft_s: float
     decode_s: float
     steps: int
+    forwards_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assist:
+    """How a draft assists: so many tokens at most, fewer where it is less sure of one than `threshold`. By default as
+    transformers does, which moves the threshold while it generates where scikit-learn is installed."""
+
+    tokens: int = 20
+    threshold: float = 0.4
+
+    def __str__(self) -> str:
+        sure = f"confidence threshold {self.threshold:g} at first" if self.threshold else "no confidence threshold"
+        return f"num_assistant_tokens={self.tokens}, constant, {sure}"
 
 
 @dataclass(frozen=True)
 class HfPeer:
-    """transformers' model, and the one that assists it if any. Greedy, one prompt at a time; calls leave no trace."""
+    """transformers' model, and the one that assists it if any, in each of the ways `assists`. Greedy, one prompt at a
+    time; calls leave no trace. `lookups`: the modes that look prompts up, and for how many tokens."""
 
     model: Any
     draft: Any | None = None
-    draft_tokens: int = 4
+    assists: Mapping[str, Assist] = field(default_factory=dict)
+    lookups: Mapping[str, int] = field(default_factory=lambda: {"prompt_lookup": PROMPT_LOOKUP_TOKENS})
 
     @classmethod
     def build(
@@ -50,16 +67,16 @@ class HfPeer:
         dtype: torch.dtype,
         device: torch.device | str,
         draft: Source | None = None,
-        draft_tokens: int = 4,
+        assists: Mapping[str, Assist] | None = None,
+        lookups: Mapping[str, int] | None = None,
     ) -> "HfPeer":
-        """Load and warm up. `draft_tokens`: what the draft proposes a step in the mode `assisted`."""
+        """Load and warm up. `assists`: by default one, `assisted`, of 4 tokens a step."""
         with _quietly():
             assistant = None if draft is None else _load(draft, dtype, device)
-            if assistant is not None:  # read from the draft, not from the call; the default is 20 and a threshold
-                settings = assistant.generation_config
-                settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = draft_tokens, "constant"
-                settings.assistant_confidence_threshold = 0.0
-            peer = cls(_load(source, dtype, device), assistant, draft_tokens)
+            model = _load(source, dtype, device)
+            ways = {"assisted": Assist(4, 0.0)} if assists is None else assists
+            known = {"prompt_lookup": PROMPT_LOOKUP_TOKENS} if lookups is None else lookups
+            peer = cls(model, assistant, {} if assistant is None else ways, known)
             for mode in peer.modes:
                 peer.generate(mode, [1, 2, 3, 4] * 4, 8)
         return peer
@@ -67,12 +84,10 @@ class HfPeer:
     @property
     def modes(self) -> dict[str, str]:
         """What can be asked for, with the settings of each."""
-        known = {"plain": "greedy", "prompt_lookup": f"prompt_lookup_num_tokens={PROMPT_LOOKUP_TOKENS}"}
-        if self.draft is not None:
-            known["assisted"] = f"num_assistant_tokens={self.draft_tokens}, constant, no confidence threshold"
-        return known
+        lookups = {mode: f"prompt_lookup_num_tokens={tokens}" for mode, tokens in self.lookups.items()}
+        return {"plain": "greedy", **lookups, **{mode: str(how) for mode, how in self.assists.items()}}
 
-    def generate(self, mode: str, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int] = ()) -> HfRun:
+    def generate(self, mode: str, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int] = ()) -> Turn:
         """Greedy, up to and with the first of `eos_ids` or `max_new_tokens`."""
         from transformers import GenerationConfig
 
@@ -83,18 +98,44 @@ class HfPeer:
             max_new_tokens=max_new_tokens,
             eos_token_id=list(eos_ids) or None,
             pad_token_id=next(iter(eos_ids), 0),
-            prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS if mode == "prompt_lookup" else None,
+            prompt_lookup_num_tokens=self.lookups.get(mode),
         )
         ids = torch.tensor([list(prompt_ids)], device=self.model.device)
         clock = _Clock()
-        assistant = {"assistant_model": self.draft} if mode == "assisted" else {}
+        assistant = {}
+        if (how := self.assists.get(mode)) is not None:
+            assert self.draft is not None
+            settings = self.draft.generation_config  # read from the draft, not from the call, and written to
+            settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = how.tokens, "constant"
+            settings.assistant_confidence_threshold = how.threshold
+            assistant = {"assistant_model": self.draft}
         with torch.inference_mode():
             begin = time.perf_counter()
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock, **assistant
             )
         (_, *at), (_, *counts) = clock.at, clock.counts  # the first delivery is the prompt
-        return HfRun(out[0, ids.shape[1] :].tolist(), counts[0], at[0] - begin, at[-1] - at[0], len(at) - 1)
+        return Turn(out[0, ids.shape[1] :].tolist(), counts[0], at[0] - begin, at[-1] - at[0], len(at) - 1)
+
+    def forward(self, context: int, most: int) -> Callable[[int], float]:
+        """Seconds of one forward of k ≤ `most` rows behind `context` tokens, every row's choice on the host."""
+        from transformers import DynamicCache
+
+        ids = torch.arange(context + most, device=self.model.device)[None] % self.model.config.vocab_size
+        cache = DynamicCache(config=self.model.config)
+        named = "cache" if "cache" in signature(self.model.forward).parameters else "past_key_values"
+
+        @torch.inference_mode()
+        def rows(k: int, at: int = context) -> float:
+            begin = time.perf_counter()
+            self.model(ids[:, at : at + k], use_cache=True, **{named: cache}).logits.argmax(-1).tolist()
+            spent = time.perf_counter() - begin
+            if at == context:
+                cache.crop(-k)
+            return spent
+
+        rows(context, 0)
+        return rows
 
 
 class _Clock:
@@ -162,7 +203,7 @@ def compare(
 ) -> dict[str, Any]:
     """The part `compare_hf` of result.json. The modes take turns, another one first at each prompt."""
     modes = list(peer.modes)
-    runs: dict[str, list[HfRun]] = {mode: [] for mode in modes}
+    runs: dict[str, list[Turn]] = {mode: [] for mode in modes}
     for i, prompt in enumerate(prompts):
         for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
             runs[mode].append(peer.generate(mode, prompt, max_new_tokens, eos_ids))
@@ -171,7 +212,7 @@ def compare(
 
 def summarise(
     peer: HfPeer,
-    runs: Mapping[str, Sequence[HfRun]],
+    runs: Mapping[str, Sequence[Turn]],
     baseline_tokens: Sequence[Sequence[int]],
     interleaved: bool = True,
 ) -> dict[str, Any]:
@@ -187,7 +228,7 @@ def summarise(
     }
 
 
-def _row(done: Sequence[HfRun], baseline_tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _row(done: Sequence[Turn], baseline_tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
     seconds, decoded = sum(r.decode_s for r in done), sum(len(r.tokens) - r.first for r in done)
     return {
         "tokens_per_second": ratio(decoded, seconds),

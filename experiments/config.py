@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..kernels.dispatch import Kernels
 from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser
+from .peers.settings import PeersJob
 from .planning import Hardware, PlanJob
 from .quality.settings import QualitySettings, TaskSpec
 from .sweep.settings import CellSettings, SearchSettings
@@ -135,6 +136,7 @@ class RunConfig:
     context: int = 2048
     hardware: Hardware = field(default_factory=Hardware)
     plan: PlanJob = field(default_factory=PlanJob)
+    peers: PeersJob = field(default_factory=PeersJob)
     pages: PageSettings = field(default_factory=PageSettings)
     train: Trains | None = None
     trusted: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ MIRRORED = "wandb"  # the folder of a run in which wandb keeps what it has of it
 # What does not change what is measured, so that it does not change a run's key.
 NOT_IN_KEY = (
     "output", "tracking", "hydra", "rerun", "cell", "stop_after_failures", "budget_hours", "search", "against",
-    "layers", "train", "context", "hardware", "plan",
+    "layers", "train", "context", "hardware", "plan", "peers",
 )  # fmt: skip
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a file could not grow, whatever it is named
 

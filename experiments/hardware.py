@@ -106,12 +106,23 @@ def torch_threads(threads: int | None) -> Iterator[None]:
 
 @torch.inference_mode()
 def _measure(device: torch.device, dtype: torch.dtype, threads: int) -> Peaks:
-    buffer = torch.ones(_buffer_bytes(device) // 4, device=device)  # float32; sums of other types are slower
+    buffer = _buffer(device)
     wall, cpu = time.perf_counter(), time.process_time()
     read = buffer.nbytes / _seconds(buffer.sum, device)
     share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
     del buffer
     return Peaks(read, _flops(device, dtype), quiet=device.type == "cuda" or share > 0.9)
+
+
+@torch.inference_mode()
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a sum reads from memory, now, with torch's threads."""
+    buffer = _buffer(device)
+    return buffer.nbytes / _seconds(buffer.sum, device)
+
+
+def _buffer(device: torch.device) -> torch.Tensor:
+    return torch.ones(_buffer_bytes(device) // 4, device=device)  # float32; sums of other types are slower
 
 
 def _buffer_bytes(device: torch.device) -> int:
@@ -257,6 +268,12 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux its parent's peak counts as its own
     return most if sys.platform == "darwin" else most * 1024
+
+
+def resident_bytes() -> int | None:
+    """What the process has in memory now; None where the system does not tell."""
+    now = _number_after("VmRSS:", _STATUS_OF_SELF)
+    return None if now is None else now * 1024
 
 
 def forget_peak_memory() -> None:

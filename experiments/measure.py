@@ -297,7 +297,15 @@ def units(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def _divergence(lab: Lab, sample: Sample, requests: Sequence[Request], index: int, seed: int) -> Divergence | None:
-    """Where the strategy leaves plain decoding; the plain decoder runs again only to read its scores there."""
+    """Where the strategy leaves plain decoding."""
+    seen_at = scores_of(lab, requests, index, seed)
+    return exactness.divergence(sample.id, sample.plain, sample.strategy.tokens, seen_at)
+
+
+def scores_of(
+    lab: Lab, requests: Sequence[Request], index: int, seed: int
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor] | None]:
+    """What plain decoding of request `index` maximises at a position, and raw logits: it runs again to read them."""
 
     def seen_at(at: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -311,7 +319,7 @@ def _divergence(lab: Lab, sample: Sample, requests: Sequence[Request], index: in
                 return seen[0]
         return None
 
-    return exactness.divergence(sample.id, sample.plain, sample.strategy.tokens, seen_at)
+    return seen_at
 
 
 def ask_hf(hf: HfPeer, samples: Sequence[Sample], unit: int, eos_ids: Sequence[int]) -> None:

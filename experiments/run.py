@@ -1,7 +1,7 @@
 """The job `run`: strategy against baseline on a task."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,10 +14,10 @@ from rich.console import Console
 
 from ..decoding import cost
 from ..decoding.draft import Resources
-from ..decoding.model.source import Source, open_source
+from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
 from . import hardware, load, table
-from .compare_hf import HfPeer, summarise, why_not
+from .compare_hf import Assist, HfPeer, summarise, why_not
 from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
 from .files import make_folder, read_result, unwritable, write_result
@@ -327,9 +327,15 @@ def _profile(lab: Lab, measured: Measurement, batch: int, seed: int) -> dict[str
 
 def _peer(config: RunConfig, source: Source, dtype: torch.dtype, device: torch.device) -> HfPeer:
     """transformers' model, assisted by the drafter's first model that shares its tokenizer, with drafts as long."""
-    drafts = (open_source(spec) for spec in draft_models(config.drafting))
-    draft = next((d for d in drafts if d.tokenizer.get_vocab() == source.tokenizer.get_vocab()), None)
-    return HfPeer.build(source, dtype, device, draft, max(1, config.drafting.gives.depth))
+    draft = assistant(draft_models(config.drafting), source)
+    assists = {"assisted": Assist(max(1, config.drafting.gives.depth), 0.0)}
+    return HfPeer.build(source, dtype, device, draft, assists)
+
+
+def assistant(drafts: Iterable[ModelSpec], source: Source) -> Source | None:
+    """The first of `drafts` that can assist transformers: it needs the target's tokenizer."""
+    opened = (open_source(spec) for spec in drafts)
+    return next((d for d in opened if d.tokenizer.get_vocab() == source.tokenizer.get_vocab()), None)
 
 
 def _summary(hf: HfPeer, samples: Sequence[Sample], interleaved: bool = True) -> dict[str, Any]:

@@ -59,7 +59,7 @@ _NAMED = 3  # tasks that a sentence names
 # Keys of a configuration that are compared by themselves, or change no score.
 _NOT_LISTED = (
     "acceptance", "against", "batch", "budget_hours", "cell", "compare_hf", "context", "hardware", "hydra", "output",
-    "plan", "profile", "quality", "rerun", "search", "seed", "stop_after_failures", "task", "tasks", "threads",
+    "peers", "plan", "profile", "quality", "rerun", "search", "seed", "stop_after_failures", "task", "tasks", "threads",
     "timing", "tracking", "trusted",
 )  # fmt: skip
 

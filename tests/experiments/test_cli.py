@@ -15,7 +15,7 @@ from decodelab.errors import UserError
 from decodelab.experiments.cli import EXAMPLES, JOBS, USAGE, main
 from decodelab.experiments.compose import compose, groups
 
-NAMES = "run, evaluate, check, plan, quantize, train, layers, report, tree"
+NAMES = "run, evaluate, check, plan, peers, quantize, train, layers, report, tree"
 
 
 class Runs:

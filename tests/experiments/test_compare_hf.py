@@ -15,7 +15,7 @@ from decodelab.decoding.model.load import load_decoder
 from decodelab.decoding.model.source import Source
 from decodelab.decoding.request import request
 from decodelab.errors import UserError
-from decodelab.experiments.compare_hf import HfPeer, HfRun, compare, summarise, why_not
+from decodelab.experiments.compare_hf import Assist, HfPeer, Turn, compare, summarise, why_not
 from decodelab.tests.tiny import tiny_tokenizer
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 7, 8]  # its end occurs before: prompt lookup drafts
@@ -52,7 +52,7 @@ def plain(of: Source, prompt: list[int], tokens: int, eos_ids: tuple[int, ...] =
 @pytest.fixture(scope="module")
 def peer() -> HfPeer:
     """With a draft that agrees now and then."""
-    return HfPeer.build(source(), torch.float32, "cpu", source(seed=1), draft_tokens=3)
+    return HfPeer.build(source(), torch.float32, "cpu", source(seed=1), {"assisted": Assist(3, 0.0)})
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -161,7 +161,7 @@ def test_a_missing_tensor_is_one_line():
 
 def test_the_modes_take_turns(peer: HfPeer, monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
-    done = HfRun([1, 2], 1, 0.5, 0.25, 1)
+    done = Turn([1, 2], 1, 0.5, 0.25, 1)
     monkeypatch.setattr(HfPeer, "generate", lambda self, mode, *rest: order.append(mode) or done)
     found = compare(peer, [[1], [2], [3]], 2, (), [[1, 2], [1, 3], [1, 2]])
     assert order[0::3] == ["plain", "prompt_lookup", "assisted"]
@@ -170,7 +170,7 @@ def test_the_modes_take_turns(peer: HfPeer, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_came_with_the_first_delivery_is_no_part_of_the_time_per_token(peer: HfPeer):
     """An assisted prefill emits several tokens at once; counting them would make transformers look faster."""
-    runs = {"assisted": [HfRun(list(range(10)), 4, 1.0, 3.0, 3), HfRun([0, 1, 2], 1, 2.0, 1.0, 2)]}
+    runs = {"assisted": [Turn(list(range(10)), 4, 1.0, 3.0, 3), Turn([0, 1, 2], 1, 2.0, 1.0, 2)]}
     row = summarise(peer, runs, [list(range(10)), [0, 1, 3]])["assisted"]
     assert row == {
         "settings": peer.modes["assisted"],
@@ -185,7 +185,7 @@ def test_what_came_with_the_first_delivery_is_no_part_of_the_time_per_token(peer
 
 
 def test_one_token_has_no_time_per_token(peer: HfPeer):
-    row = summarise(peer, {"plain": [HfRun([1], 1, 1.0, 0.0, 0)]}, [[1]])["plain"]
+    row = summarise(peer, {"plain": [Turn([1], 1, 1.0, 0.0, 0)]}, [[1]])["plain"]
     assert row["tpot_s"] is None
     assert row["tokens_per_second"] is None
     assert row["tokens_per_step"] is None

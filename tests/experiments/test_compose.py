@@ -22,8 +22,8 @@ OPTIONS = [(group, option) for group, options in groups().items() if group != "e
 TOP = (
     "model, drafting, acceptance, task, quality, tracking, attention, quantization, format, target, dtype, device, "
     "kernels, threads, seed, batch, timing, profile, compare_hf, replay, tasks, against, output, cell, "
-    "stop_after_failures, budget_hours, rerun, sweep, search, layers, quantize, context, hardware, plan, pages, train, "
-    "trusted"
+    "stop_after_failures, budget_hours, rerun, sweep, search, layers, quantize, context, hardware, plan, peers, pages, "
+    "train, trusted"
 )
 GREEDY = "repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram, bad_words, min_new_tokens"
 MODELS = ", ".join(groups()["model"])
