@@ -57,7 +57,11 @@ class LlamaPeer:
     @classmethod
     def build(cls, file: Path, threads: int, context: int, lookups: Mapping[str, int]) -> "LlamaPeer":
         """Load and warm up. `context`: tokens of a prompt with its answer, at most."""
-        from llama_cpp import Llama
+        try:
+            from llama_cpp import Llama
+        except (ImportError, OSError, RuntimeError) as error:  # a library that it lacks, or cannot load
+            told = " ".join(str(error).split())
+            raise UserError(f"llama-cpp-python cannot be loaded ({told}): peers.llama=false leaves it out") from error
 
         def load(logits_all: bool) -> Any:
             try:

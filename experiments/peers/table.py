@@ -10,7 +10,8 @@ from rich.text import Text
 from ..format import counted, interval, number, percent, seconds, size
 from ..table import columns
 
-_NAME = 26  # characters of a contender's name
+_NAME = 24  # characters of a contender's name
+_WHO = 40  # of two
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
@@ -73,7 +74,7 @@ def _outputs(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _ratios(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
-    table = columns("ours", "against", "per token [95 %]", "to the first")
+    table = columns("ours", "against", "per token [95 %]", "ttft")
     for name, peers in found.items():
         for i, (peer, ratio) in enumerate(peers.items()):
             first = Text(_short(name) if not i else "")
@@ -124,7 +125,7 @@ def _bars(found: Sequence[Mapping[str, Any]]) -> Table:
         who = f"  {bar['ours']}" if bar["theirs"] is None else f"  {bar['ours']} ÷ {bar['theirs']}"
         bound = f"{bar['sign']} {_value(bar['bound'], bar['unit'])}"
         table.add_row(Text(what), _measured(bar), bound, Text(met, style=style))
-        table.add_row(Text(_short(who, 48), style="dim"))
+        table.add_row(Text(_short(who, _WHO), style="dim"))
     return table
 
 
