@@ -57,7 +57,7 @@ def findings(race: Race, measured: Measured) -> dict[str, Any]:
     prompts = measured.prompts()
     sums = {one.name: _sums(race, measured, one.name, prompts) for one in race.contenders}
     bandwidth = median(measured.bandwidth)
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for one in race.contenders:
         output = _output(measured, one, prompts)
         rows[one.name] = {
@@ -148,13 +148,18 @@ def _output(measured: Measured, one: Contender, prompts: Sequence[str]) -> dict[
         left = {prompt: d for prompt, d in measured.left[one.name].items() if prompt in prompts}
         found = [d.as_dict() for d in left.values()]
         verdict = one.verdict(left, len(prompts))
-        out = {"verdict": verdict, "as": "the plain decoder", "identical": len(prompts) - len(left), "left": found}
-    elif one.same_as is None:
-        out = {"verdict": None, "as": None, "identical": None, "left": []}
-    else:
-        other = differing(measured.turns[one.name], measured.turns[one.same_as], prompts)
-        out = {"verdict": None, "as": one.same_as, "identical": len(prompts) - other, "left": []}
-    return out | {"prompts": len(prompts)}
+        same = len(prompts) - len(left)
+        return {
+            "verdict": verdict,
+            "as": "the plain decoder",
+            "identical": same,
+            "prompts": len(prompts),
+            "left": found,
+        }
+    identical = None
+    if one.same_as is not None:
+        identical = len(prompts) - differing(measured.turns[one.name], measured.turns[one.same_as], prompts)
+    return {"verdict": None, "as": one.same_as, "identical": identical, "prompts": len(prompts), "left": []}
 
 
 def _outside(one: Contender, measured: Measured, of: _Sums, prompts: Sequence[str]) -> Interval:

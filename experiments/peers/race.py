@@ -102,7 +102,7 @@ def race(
                 time.sleep(_SETTLE)
             for model in _rotated(forwards, number + at):
                 model.seconds(1)  # its threads awake, and others' weights out of the caches
-                each = {k: [] for k in rows}
+                each: dict[int, list[float]] = {k: [] for k in rows}
                 for _ in range(_FORWARDS):
                     for k in rows:
                         each[k].append(model.seconds(k))
