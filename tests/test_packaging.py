@@ -98,7 +98,7 @@ def _imported(folders: set[str]) -> set[str]:
 def test_every_import_is_of_a_direct_dependency():
     project = _project()["project"]
     extras = project["optional-dependencies"]
-    installed = {"peers", "quality", "search", "tracking"} & extras.keys()  # these are imported where they are asked for
+    installed = {"peers", "quality", "search", "tracking"} & extras.keys()  # imported where they are asked for
     declared = project["dependencies"] + [line for extra in installed for line in extras[extra]]
     known = {"llama_cpp": ["llama-cpp-python"]}  # need not be installed
     distributions = known | importlib.metadata.packages_distributions()

@@ -79,7 +79,9 @@ class Loaded:
     def target(self, entry: Entry, source: Source, watch: Watch) -> Decoder:
         if source.identity not in self.targets:
             dtype, device = entry.what.dtype, entry.what.device
-            self.targets[source.identity] = load_decoder(source, dtype=dtype, device=device, progress=watch.step)
+            self.targets[source.identity] = load_decoder(
+                source, dtype=dtype, device=device, kernels=entry.config.kernels.kernels, progress=watch.step
+            )
         return self.targets[source.identity]
 
 
@@ -145,7 +147,7 @@ def _check(configs: Sequence[RunConfig]) -> None:
                 raise UserError(f"peers times single prompts on the model's own attention, alone: leave {key} out")
         if why_not(config.acceptance.law()) is not None or config.acceptance.guarantee != "same tokens":
             raise UserError("peers compares greedy decoding alone: take acceptance=greedy, without penalties")
-        for key in ("threads", "peers", "output", "device"):
+        for key in ("threads", "peers", "output", "device", "kernels"):
             if getattr(config, key) != getattr(configs[0], key):
                 raise UserError(f"{key} is one for all cells of peers: take it out of the sweep")
 
