@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,7 +112,12 @@ def peers(cells: Sequence[Cell], configs: Sequence[RunConfig], config_dirs: Sequ
         }
         loaded = Loaded()
         for number, some in enumerate(races.values()):
-            done = _race(some, loaded, folder, number, config_dirs, watch)
+            try:
+                done = _race(some, loaded, folder, number, config_dirs, watch)
+            except BaseException:
+                with suppress(OSError):  # it is empty
+                    folder.rmdir()
+                raise
             found["races"].append(done)
             write_atomic(folder / RESULT, json.dumps(found, indent=1, default=str) + "\n")
             table.show(done, console)
@@ -181,8 +187,8 @@ def _race(
         targets = [e.what.target(watch.step) for e in some]
         prompts, told = _prompts(first, base)
         draft = assistant([spec for e in some for spec in draft_models(e.config.drafting)], base)
-        memory = _resident(some, targets, loaded, config_dirs, watch) if job.resident else {}
         _check_memory(some, targets, base, draft, None if reason else base.file, loaded)
+        memory = _resident(some, targets, loaded, config_dirs, watch) if job.resident else {}
 
         most = max(len(prompt.ids) for prompt in prompts) + limit
         context = sum(len(prompt.ids) for prompt in prompts) // len(prompts) + limit // 2

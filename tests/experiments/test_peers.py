@@ -141,6 +141,7 @@ def test_models_that_do_not_fit_together_are_refused(peers, monkeypatch, capsys:
     monkeypatch.setattr(hardware, "available_memory", lambda device: 1000)
     assert peers() == 2
     assert re.search(r"peers holds all models at once, .* are more than the 1000 B", capsys.readouterr().err)
+    assert not peers.folder.exists()
 
 
 def one(name: str, whose: Any = "ours", kind: Any = "plain", low_bit: bool = False, **more: Any) -> Contender:
