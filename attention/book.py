@@ -130,6 +130,11 @@ class Book:
         if self._staged_of[sequence]:
             raise ValueError(f"sequence {sequence} has staged rows; commit or drop them before it is {what}")
 
+    @property
+    def idle(self) -> bool:
+        """No sequence is open."""
+        return not self._length
+
     def length(self, sequence: int) -> int:
         """Committed rows."""
         return self._length[sequence]

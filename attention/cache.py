@@ -84,7 +84,7 @@ class DenseCache:
         for i, layer in enumerate(layout.layers):
             if layer.bits != 16:
                 raise ValueError(f"layer {i} has bits={layer.bits}, and a dense cache keeps rows as they are computed")
-        self.layout = layout
+        self.layout, self.sequences = layout, sequences
         self.capacity = rounded(capacity)
         self.device = torch.device(device)
         self._book = Book(layout, self.capacity, self.device, sequences)
@@ -116,6 +116,11 @@ class DenseCache:
 
     def free(self, sequence: int) -> None:
         self._book.free(sequence)
+
+    @property
+    def idle(self) -> bool:
+        """No sequence is open, so that it may be another request's."""
+        return self._book.idle
 
     def length(self, sequence: int) -> int:
         return self._book.length(sequence)

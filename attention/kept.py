@@ -106,7 +106,7 @@ def quantise(rows: Float[Tensor, "*B D"], bits: int) -> tuple[Integer[Tensor, "*
     wide = rows if rows.dtype == torch.float64 else rows.float()
     scales = (wide.abs().amax(-1) / largest).clamp(max=_MOST).half()
     by = scales.to(wide.dtype)[..., None]
-    codes = (wide / torch.where(by == 0, 1, by)).round().clamp(-largest, largest)
+    codes = (wide / by.masked_fill(by == 0, 1)).round().clamp(-largest, largest)
     if bits == 8:
         return codes.to(torch.int8), scales
     low, high = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)

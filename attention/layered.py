@@ -55,7 +55,7 @@ class LayeredCache:
         kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
         self.layout, self.capacity, self.device = layout, rounded(capacity), torch.device(device)
-        self._dtype, self._sequences = dtype, sequences
+        self._dtype, self.sequences = dtype, sequences
         self._book = Book(layout, self.capacity, self.device, sequences)
         self._kept = {
             owner: KeptRows(
@@ -66,7 +66,7 @@ class LayeredCache:
         self._rings = [sight for sight in self._book.sights if self._is_ring(sight)]
         self._staging, self._prompted = 0, False  # rows that there is room for; whether long chains are among them
         self._looks: dict[tuple[int, Sight], _Look] = {}  # as of the last forward
-        launched = kernels.run_on(self.device, dtype)
+        self._launched = launched = kernels.run_on(self.device, dtype)
         self._moves_of = {
             sight: Moves([self._kept[o] for o, one in self._owners if one.sight == sight], self.device, launched)
             for sight in self._book.sights
@@ -86,6 +86,10 @@ class LayeredCache:
 
     def free(self, sequence: int) -> None:
         self._book.free(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return self._book.idle
 
     def length(self, sequence: int) -> int:
         return self._book.length(sequence)
@@ -108,7 +112,7 @@ class LayeredCache:
 
     @property
     def formula_bytes(self) -> int:
-        return self._sequences * self.layout.sequence_bytes(self.capacity, self._dtype.itemsize)
+        return self.sequences * self.layout.sequence_bytes(self.capacity, self._dtype.itemsize)
 
     def stage(self, rows: Rows) -> Placement:
         placement = self._book.stage(rows, self._book.runs(rows), self._filled)
@@ -161,7 +165,7 @@ class LayeredCache:
         self._shrink()
 
     def _shrink(self) -> None:
-        if self._prompted:
+        if self._prompted and not self._launched:  # where it is recorded where rows lie, they stay
             self._resize(_STAGING)
             self._prompted = False
 
@@ -172,7 +176,7 @@ class LayeredCache:
 
     def _committed(self, sight: Sight) -> int:
         """Slots of all sequences: those behind them are for staged rows."""
-        return self._sequences * self._held(sight)
+        return self.sequences * self._held(sight)
 
     def _is_ring(self, sight: Sight) -> bool:
         return self._held(sight) < self.capacity

@@ -110,14 +110,14 @@ def decode(
             laps.append(([*marks, clock.mark()], steps))
             yield out
     finally:
-        if pages is not None:  # it outlives this call
-            pages.drop()
-            for s in live:
-                if s.held:
-                    pages.free(s.slot)
+        cache.drop()
+        for s in live:
+            if s.held:
+                cache.free(s.slot)
         for s in live:
             if s.started:
                 drafter.finish(s.state)
+        target.close_cache(cache)
         clock.settle()
         start = sum(clock.between(starting))  # 0 where an abort came first
         for marks, s, found in prefilled:

@@ -78,10 +78,10 @@ def decode(
                 choose(i, out.logits[row])
             yield done
     finally:
-        if pages is not None:  # it outlives this call
-            pages.drop()
-            for slot in slots:
-                pages.free(slot)
+        cache.drop()
+        for slot in slots:
+            cache.free(slot)
+        target.close_cache(cache)
 
 
 def generate(target: Decoder, requests: Sequence[Request], law: LawSettings, **options: Any) -> list[Generation]:

@@ -126,6 +126,7 @@ class Reader:
             reading.cache.drop()
         reading.staged.clear()
         reading.cache.free(reading.slot)
+        self.model.close_cache(reading.cache)
 
 
 def by_cache(readings: Sequence[Reading], which: Iterable[int]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ...attention.book import Placement
-from ...attention.cache import Cache, DenseCache
+from ...attention.cache import Cache, DenseCache, rounded
 from ...attention.layered import LayeredCache
 from ...attention.paged import PagedCache
 from ...attention.rows import Rows
@@ -22,9 +22,11 @@ from ...quantization.codes import Codes
 from .block import Block
 from .config import ModelConfig
 from .fused import Fused, Step
-from .graphs import MOST_ROWS, Asked, CudaGraphs, Fed, Graphs, Recorder, Scored
+from .graphs import MOST_ROWS, Asked, CudaGraphs, Fed, Graphs, Recorder, Scored, power
 from .native import NativeLayers
 from .reading import Product, Weights
+
+_CLOSED = 2  # caches that are kept at most
 
 # The residual stream that enters layer i (i = layers: that leaves the last one), or what the unembedding reads.
 Tap = int | Literal["final"]
@@ -90,6 +92,7 @@ class Decoder(nn.Module):
         self._native = NativeLayers.of(config, list(cast(Iterable[Block], self.blocks)), dtype, self.device)
         if recorder is None and ours is not None and ours.graphs and self.device.type == "cuda":
             recorder = CudaGraphs(self.device)
+        self._closed: list[DenseCache | LayeredCache] = []
         self._graphs = None if ours is None or recorder is None else Graphs(recorder)
         self._grow(0)
 
@@ -135,8 +138,18 @@ class Decoder(nn.Module):
             return pages
         layout = self.config.layout
         kind = DenseCache if layout.plain else LayeredCache
+        least = rounded(capacity)
+        for i, closed in enumerate(self._closed):  # the order of a row's sums follows from the power of two
+            if closed.sequences == sequences and least <= closed.capacity <= power(least):
+                return self._closed.pop(i)
         sizes = {"sequences": sequences, "capacity": capacity}
         return kind(layout, **sizes, dtype=self.dtype, device=self.device, kernels=self.kernels)
+
+    def close_cache(self, cache: Cache) -> None:
+        """The caller is done with it. Where steps are recorded, for keys that lie where they lay, one in which no
+        sequence is open any more is kept for the next request that fits."""
+        if self._graphs is not None and isinstance(cache, DenseCache | LayeredCache) and cache.idle:
+            self._closed = [*self._closed[1 - _CLOSED :], cache]
 
     def _reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:
