@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.commit import Owners, commit, owners
 from ..kernels.dispatch import Kernels
-from ..kernels.step import Pool
+from ..kernels.step import Lies, Place, Pool
 from ..kernels.verify_attention import padded_keys
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
@@ -29,11 +29,12 @@ class Cache(Protocol):
 
     `stage` is called once a forward and says where its rows go, `write` once a layer that owns its keys, `view` once a
     layer. Kernels that take the rows of many sequences at once read keys where they lie: `told` tells them of parts
-    that were staged last, `keys` of a layer; `lies` differs once keys lie elsewhere. Several forwards may stage before
-    a commit. `commit` keeps the listed staged rows of each sequence named, in order, and forgets every other staged
-    row, those of the sequences not named included; `drop` keeps none. `length`: committed rows; `room`: rows that may
-    still be staged; `staged`: rows staged since the last commit, over all sequences. `nbytes`: of the tensors that
-    committed rows lie in; `formula_bytes`: the same by the layout's arithmetic.
+    that were staged last, `keys` of a layer; `lies` differs once keys lie elsewhere; `lying` tells those in C++.
+    Several forwards may stage before a commit. `commit` keeps the listed staged rows of each sequence named, in order,
+    and forgets every other staged row, those of the sequences not named included; `drop` keeps none. `length`:
+    committed rows; `room`: rows that may still be staged; `staged`: rows staged since the last commit, over all
+    sequences. `nbytes`: of the tensors that committed rows lie in; `formula_bytes`: the same by the layout's
+    arithmetic.
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class Cache(Protocol):
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]: ...
     def told(self, parts: Sequence[Part]) -> Told: ...
     def keys(self, layer: int, reads: Reads) -> Keys: ...
+    def lying(self, parts: Sequence[Part]) -> Lies: ...
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None: ...
     def drop(self) -> None: ...
     def free(self, sequence: int) -> None: ...
@@ -88,12 +90,12 @@ class DenseCache:
         self.capacity = rounded(capacity)
         self.device = torch.device(device)
         self._book = Book(layout, self.capacity, self.device, sequences)
-        # layers with the same number of heads share one tensor [2, layers, sequences, Hkv, S, D]: a commit is one copy
+        # layers with the same number of heads share one tensor [2, layers, Hkv, sequences, S, D]: a commit is one copy
         by_heads: dict[int, list[int]] = {}
         for owner in layout.owners:
             by_heads.setdefault(layout.layers[owner].kv_heads, []).append(owner)
         self._storage = [
-            torch.zeros(2, len(owners), sequences, heads, self.capacity, layout.head_dim, dtype=dtype, device=device)
+            torch.zeros(2, len(owners), heads, sequences, self.capacity, layout.head_dim, dtype=dtype, device=device)
             for heads, owners in by_heads.items()
         ]
         self._k: dict[int, Tensor] = {}
@@ -105,13 +107,13 @@ class DenseCache:
 
     @cached_property
     def _owners(self) -> Owners:
-        return owners([x.transpose(1, 2) for kept in (self._k, self._v) for x in kept.values()])
+        return owners([x.permute(1, 2, 0, 3) for kept in (self._k, self._v) for x in kept.values()])
 
     def open(self) -> int:
         sequence, again = self._book.open()
         if again:
             for storage in self._storage:
-                storage[:, :, sequence].zero_()
+                storage[:, :, :, sequence].zero_()
         return sequence
 
     def free(self, sequence: int) -> None:
@@ -139,7 +141,7 @@ class DenseCache:
     @property
     def slots(self) -> int:
         """Tokens that fit, over all sequences: `nbytes` is the layout's bytes a token times this."""
-        return self.capacity * self._storage[0].shape[2]
+        return self.capacity * self._storage[0].shape[3]
 
     @property
     def formula_bytes(self) -> int:
@@ -151,13 +153,13 @@ class DenseCache:
     def write(self, layer: int, part: Part, k: Float[Tensor, "T Hkv D"], v: Float[Tensor, "T Hkv D"]) -> None:
         """k and v of the part's own rows, keys already rotated to their positions."""
         stop = part.slot + part.stop - part.first
-        self._k[layer][part.sequence, :, part.slot : stop] = k.transpose(0, 1)
-        self._v[layer][part.sequence, :, part.slot : stop] = v.transpose(0, 1)
+        self._k[layer][:, part.sequence, part.slot : stop] = k.transpose(0, 1)
+        self._v[layer][:, part.sequence, part.slot : stop] = v.transpose(0, 1)
 
     def view(self, layer: int, part: Part) -> tuple[Float[Tensor, "Hkv S D"], Float[Tensor, "Hkv S D"]]:
         """What the layer's rows look at: the owner's first `part.keys` slots."""
         owner = self.layout.layers[layer].owner
-        return self._k[owner][part.sequence, :, : part.keys], self._v[owner][part.sequence, :, : part.keys]
+        return self._k[owner][:, part.sequence, : part.keys], self._v[owner][:, part.sequence, : part.keys]
 
     @property
     def lies(self) -> tuple[Hashable, ...]:
@@ -169,14 +171,17 @@ class DenseCache:
     def keys(self, layer: int, reads: Reads) -> Keys:
         """A sequence is a block."""
         owner = self.layout.layers[layer].owner
-        return Keys(self._k[owner].transpose(1, 2), self._v[owner].transpose(1, 2), tables=reads.tables[0])
+        return Keys(self._k[owner].permute(1, 2, 0, 3), self._v[owner].permute(1, 2, 0, 3), tables=reads.tables[0])
 
     @cached_property
-    def pools(self) -> Any:
-        """A `Pool` a layer: of what it looks at."""
-        owners = [layer.owner for layer in self.layout.layers]
-        pools = [Pool(self._k[owner].data_ptr(), self._v[owner].data_ptr()) for owner in owners]
-        return (Pool * len(owners))(*pools)
+    def _pools(self) -> Any:
+        pools = [(self._k[layer.owner], self._v[layer.owner]) for layer in self.layout.layers]
+        return (Pool * len(pools))(
+            *(Pool(k.data_ptr(), v.data_ptr(), None, None, k[0, :, :, 0].numel(), 16, 0) for k, v in pools)
+        )
+
+    def lying(self, parts: Sequence[Part]) -> Lies:
+        return Lies(self._pools, (Place * len(parts))(*(Place(part.sequence * self.capacity) for part in parts)))
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         moving = {sequence: self._book.places(sequence, kept) for sequence, kept in keep.items()}
@@ -196,7 +201,7 @@ class DenseCache:
             start = self.length(sequence)
             at = torch.tensor(source, device=self.device) + start
             for storage in self._storage:  # indexing copies before it writes, so overlaps are safe
-                storage[:, :, sequence, :, start : start + len(source)] = storage[:, :, sequence, :, at]
+                storage[:, :, :, sequence, start : start + len(source)] = storage[:, :, :, sequence, at]
 
     def drop(self) -> None:
         self._book.drop()

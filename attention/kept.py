@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float16, Int, Int32, Integer
 from torch import Tensor
 
+from ..kernels.step import Pool
 from ..kernels.verify_attention.keys import Keys
 
 _LARGEST = {8: 127, 4: 7}  # symmetric: no code stands for −128 or −8
@@ -69,6 +70,12 @@ class KeptRows:
             return Keys(k, v, tables=tables, ring=ring)
         k_scale, v_scale = (part.unflatten(1, (-1, block)).permute(1, 2, 0) for part in self.scales)
         return Keys(k, v, k_scale, v_scale, tables, ring)
+
+    def pool(self, kind: int) -> Pool:
+        """As they lie, for kernels in C++, until the next `resize`."""
+        k, v = self.codes
+        scales = (None, None) if self.scales is None else (part.data_ptr() for part in self.scales)
+        return Pool(k.data_ptr(), v.data_ptr(), *scales, self.slots, self.bits, kind)
 
     def move(self, source: Int[Tensor, " n"], to: Int[Tensor, " n"]) -> None:
         """Copy slots to others, which may be among them."""

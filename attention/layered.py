@@ -2,7 +2,9 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.dispatch import Kernels
+from ..kernels.step import Lies, Place, Pool
 from ..kernels.verify_attention import BLOCK, padded_keys
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
@@ -151,6 +154,27 @@ class LayeredCache:
             return self._kept[one.owner].keys(self.capacity, reads.tables[0])
         return self._kept[one.owner].keys(1, reads.tables[1 + self._rings.index(one.sight)], self._held(one.sight))
 
+    def lying(self, parts: Sequence[Part]) -> Lies:
+        """Of layers that may see all rows, and of those with a ring, sight by sight."""
+        places = [Place(part.sequence * self.capacity) for part in parts]
+        numbers = []
+        for sight in self._rings:
+            window, sink = sight
+            for part in parts:
+                numbers.append(np.array(self._book.staged_of(part.sequence), dtype=np.int32))
+                base, staging = part.sequence * self._held(sight), self._committed(sight)
+                places.append(Place(base, staging, None, numbers[-1].ctypes.data, 0, window, sink))
+        return Lies(self._pools, (Place * len(places))(*places), numbers)
+
+    @cached_property
+    def _pools(self) -> Any:
+        kinds: list[Sight | None] = [None, *self._rings]
+        pools = [
+            self._kept[layer.owner].pool(kinds.index(layer.sight) if layer.sight in self._rings else 0)
+            for layer in self.layout.layers
+        ]
+        return (Pool * len(pools))(*pools)
+
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         for sight in self._book.sights:
             moves = [self._moves(sight, sequence, kept) for sequence, kept in keep.items()]
@@ -186,6 +210,7 @@ class LayeredCache:
             if self._is_ring(one.sight):
                 self._kept[owner].resize(self._committed(one.sight) + staging)
         self._staging = staging
+        self.__dict__.pop("_pools", None)  # which lie elsewhere now
 
     def _slots(self, sight: Sight, sequence: int, positions: np.ndarray) -> np.ndarray:
         """Where a sequence's committed rows lie; for a position of −1, where one of its own does."""

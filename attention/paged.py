@@ -1,12 +1,16 @@
 """A cache in pages: sequences hold blocks of one pool, and prompts that begin alike may hold the same ones."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.dispatch import Kernels
+from ..kernels.step import Lies, Place, Pool
 from ..kernels.verify_attention.keys import Keys
 from .book import Book, Part, Placement
 from .kept import KeptRows
@@ -68,6 +72,7 @@ class PagedCache:
             self.pages.grow(needed)
             for kept in self._kept.values():
                 kept.resize(self.slots)
+            self.__dict__.pop("_pools", None)  # which lie elsewhere now
 
     def open(self) -> int:
         sequence, _ = self._book.open()
@@ -154,6 +159,16 @@ class PagedCache:
 
     def keys(self, layer: int, reads: Reads) -> Keys:
         return self._kept[self.layout.layers[layer].owner].keys(self.pages.size, reads.tables[0])
+
+    def lying(self, parts: Sequence[Part]) -> Lies:
+        tables = [np.array(self.pages.table(part.sequence), dtype=np.int32) for part in parts]
+        places = (Place(0, 0, table.ctypes.data, None, self.pages.size) for table in tables)
+        return Lies(self._pools, (Place * len(parts))(*places), tables)
+
+    @cached_property
+    def _pools(self) -> Any:
+        pools = [self._kept[layer.owner].pool(0) for layer in self.layout.layers]
+        return (Pool * len(pools))(*pools)
 
     def commit(self, keep: Mapping[int, Sequence[int]]) -> None:
         source, to = list[int](), list[int]()

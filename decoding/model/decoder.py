@@ -178,7 +178,7 @@ class Decoder(nn.Module):
             return self._scored(step, rows.tokens.to(self.device, non_blocking=True), wanted, taps, order)
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}
-        if self._native is not None and self._native.takes(cache, place):
+        if self._native is not None and self._native.takes(place):
             x = self._natively(x, order, cache, place, hidden, taps)
         else:
             cos, sin = self.cos[place.positions], self.sin[place.positions]
@@ -249,7 +249,6 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "T dim"]:
         """All layers between two taps in one call."""
         assert self._native is not None
-        assert isinstance(cache, DenseCache)
         borders = [i for i, layer in enumerate(order) if layer in taps]
         for a, b in pairwise([0, *borders, len(order)]):
             if b > a:

@@ -9,7 +9,7 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from ...attention.book import Placement
-from ...attention.cache import Cache, DenseCache
+from ...attention.cache import Cache
 from ...kernels.step import HEAD_DIMS, UNIT, Call, Fused, Layer, Part, run
 from ...quantization.linear import natives
 from .block import Block
@@ -45,29 +45,28 @@ class NativeLayers:
             found[i] = Layer(*map(Fused.of, each), *norms, b.eps, b.scale, *heads)
         return NativeLayers(c, blocks, found)
 
-    def takes(self, cache: Cache, place: Placement) -> bool:
-        """Whether this forward is one of those that it computes: of few rows, over a contiguous cache of 16 bits."""
-        return isinstance(cache, DenseCache) and not any(part.causal for part in place.parts)
+    def takes(self, place: Placement) -> bool:
+        """Whether this forward is one of those that it computes: of few rows."""
+        return not any(part.causal for part in place.parts)
 
     def __call__(
         self,
         x: BFloat16[Tensor, "T dim"],
         order: Sequence[int],
-        cache: DenseCache,
+        cache: Cache,
         place: Placement,
         cos: Tensor,
         sin: Tensor,
     ) -> BFloat16[Tensor, "T dim"]:
         """The stream behind the layers `order`. `cos`, `sin`: of all positions."""
-        c, D = self.config, self.config.head_dim
-        x = x.clone()
+        c, x, lies = self.config, x.clone(), cache.lying(place.parts)
         parts = (Part * len(place.parts))()
         for at, part in zip(parts, place.parts, strict=True):
+            at.sees = part.sees.ctypes.data
             at.first, at.stop, at.prefix, at.staged = part.first, part.stop, part.committed, len(part.sees)
-            at.block, at.sees = part.sequence * cache.capacity * D, part.sees.ctypes.data
         numbers = (ctypes.c_int32 * len(order))(*order)
-        addresses = (ctypes.addressof(each) for each in (self.layers, cache.pools, numbers, parts))
+        addresses = (ctypes.addressof(each) for each in (self.layers, lies.pools, lies.places, numbers, parts))
         tensors = (each.data_ptr() for each in (place.positions, cos, sin, x))
-        sizes = (len(order), len(parts), len(x), c.dim, D, c.mlp_dim, torch.get_num_threads())
-        run(Call(*addresses, *tensors, cache.capacity, *sizes))
+        sizes = (len(order), len(parts), len(x), c.dim, c.head_dim, c.mlp_dim, torch.get_num_threads())
+        run(Call(*addresses, *tensors, *sizes))
         return x

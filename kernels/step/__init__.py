@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..native import Product, library
 
@@ -31,28 +32,56 @@ class Layer(ctypes.Structure):
 
 
 class Pool(ctypes.Structure):
-    """The keys and values that a layer reads, of all sequences: [sequences, Hkv, slots, D] each."""
+    """The keys and values that a layer reads, of all sequences: [Hkv, slots, D] each, with scales [Hkv, slots] below 16
+    bits. `kind`: which of a part's places tells where its rows lie."""
 
-    _fields_ = (("k", ctypes.c_void_p), ("v", ctypes.c_void_p))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
+        ("slots", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("bits", "kind")),
+    )
+
+
+class Place(ctypes.Structure):
+    """Where the keys of a sequence lie: key n in slot base + n. With a `page`, n in place n % page of block table[n //
+    page]. With a `ring` of so many slots behind those of `sink`, committed keys there, and staged row j in slot
+    `staging` + numbers[j]."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("base", "staging")),
+        *((name, ctypes.c_void_p) for name in ("table", "numbers")),
+        *((name, ctypes.c_int32) for name in ("page", "ring", "sink")),
+    )
 
 
 class Part(ctypes.Structure):
     """Rows `first` to `stop` of a forward are the last staged ones of a sequence, of which `prefix` are committed and
-    `staged` staged. `block`: slots · D before its own. `sees` [staged, staged]: bytes."""
+    `staged` staged. `sees` [staged, staged]: bytes."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("first", "stop", "prefix", "staged")),
-        ("block", ctypes.c_int64),
         ("sees", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("first", "stop", "prefix", "staged")),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Lies:
+    """Where a cache's rows are, for one forward: a pool a layer; by kind and part, where its rows lie. `held`: what
+    those point into."""
+
+    pools: "ctypes.Array[Pool]"
+    places: "ctypes.Array[Place]"
+    held: Sequence[object] = ()
 
 
 class Call(ctypes.Structure):
     """One forward of the layers `order`; x [T, dim] goes in and comes out."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "pools", "order", "parts", "positions", "cos", "sin", "x")),
-        ("slots", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("layers", "pools", "places", "order", "parts", "positions", "cos", "sin", "x")
+        ),
         *((name, ctypes.c_int32) for name in ("count", "part_count", "T", "dim", "head_dim", "mlp", "threads")),
     )
 

@@ -29,19 +29,21 @@ struct Layer {
     Sight sight;
 };
 
-struct Pool {  // a layer's keys and values of all sequences, each [Hkv, slots, D]
-    uint16_t *k, *v;
+struct Part {  // the rows of one sequence: the last ones staged of it
+    const uint8_t* sees;              // [staged, staged]
+    int32_t first, stop;              // of the forward
+    int32_t prefix, staged;           // keys of it
 };
 
 struct Call {
     const Layer* layers;
-    const Pool* pools;
+    const Pool* pools;      // one a layer
+    const Place* places;    // [kinds, parts]
     const int32_t* order;  // of layers
     const Part* parts;
     const int64_t* positions;           // [T]
     const uint16_t *cos, *sin;          // [P, D]; sin with the sign of the half that is turned
     uint16_t* x;                        // [T, dim]: in and out
-    int64_t slots;                      // of a sequence
     int32_t count, part_count, T, dim, head_dim, mlp, threads;
 };
 
@@ -180,35 +182,52 @@ struct Row {
 static int splits_of(const Part& part) { return (part.prefix + part.staged + SPLIT - 1) / SPLIT; }
 
 // All rows of a part over split s of the keys of head h; `out`: those of row 0, head 0 and split 0 of `splits`.
-static void attend_task(const Layer& l, const Call& c, const Part& part, const Row* row, const uint16_t* qkv, const Pool& pool, int h,
-                        int s, int splits, Partial out) {
-    const int D = c.head_dim, G = l.heads / l.kv_heads, begin = s * SPLIT;
-    const int64_t at = part.block * l.kv_heads + h * c.slots * D;
+static void attend_task(const Layer& l, const Call& c, int p, const Row* row, const uint16_t* qkv, const Pool& pool, int h, int s,
+                        int splits, Partial out) {
+    const Part& part = c.parts[p];
+    const Place& place = c.places[pool.kind * c.part_count + p];
+    const Attend attend = attend_of(c.head_dim, pool.bits);
+    const int D = c.head_dim, G = l.heads / l.kv_heads, begin = s * SPLIT, W = l.sight.window;
+    const int64_t head = h * pool.slots, bytes = head * D * pool.bits / 8;
+    const Keys keys = {(const uint8_t*)pool.k + bytes, (const uint8_t*)pool.v + bytes, pool.k_scale + head, pool.v_scale + head};
+    int32_t slots[SPLIT];
+    const int known = part.prefix - begin < SPLIT ? part.prefix - begin : SPLIT;  // committed keys of the split
+    if (!straight(place))
+        for (int j = 0; j < known; j++) slots[j] = (int32_t)committed_slot(place, begin + j);
     Query queries[QUERIES];
     int count = 0;
-    int32_t slots[SPLIT];
-    auto flush = [&](const int32_t* where) {
-        attend(D, queries, count, pool.k + at, pool.v + at, where, begin, l.sight, l.scale);
+    auto flush = [&](bool direct) {
+        if (count) attend(queries, count, keys, direct ? nullptr : slots, place.base + begin, begin, l.sight, l.scale);
         count = 0;
     };
+    bool before = true;  // whether the queries at hand take their keys one after the other
     for (int t = part.first; t < part.stop; t++) {
-        const int keys = row[t].position + 1, n = keys - begin < SPLIT ? keys - begin : SPLIT;
+        const int n = row[t].position + 1 - begin < SPLIT ? row[t].position + 1 - begin : SPLIT;
         if (n <= 0) continue;
-        const bool direct = row[t].straight || begin + n <= part.prefix;
-        if (!direct) {
-            if (count) flush(nullptr);
-            for (int j = 0; j < n; j++)
-                slots[j] = begin + j < part.prefix ? begin + j : part.prefix + row[t].ancestors[begin + j - part.prefix];
+        const bool unseen = W >= 0 && begin + n <= row[t].position - W + 1 && begin >= l.sight.sink;
+        const bool direct = straight(place) && (row[t].straight || n <= known), alone = !direct && n > known;
+        if (unseen || alone || direct != before) flush(before);
+        if (alone) {
+            if (straight(place))
+                for (int j = 0; j < known; j++) slots[j] = (int32_t)committed_slot(place, begin + j);
+            for (int j = known > 0 ? known : 0; j < n; j++)
+                slots[j] = (int32_t)staged_slot(place, part.prefix, row[t].ancestors[begin + j - part.prefix]);
         }
         for (int g = 0; g < G; g++) {
-            const int head = h * G + g;
-            const int64_t to = ((int64_t)t * l.heads + head) * splits + s;
-            queries[count++] = {qkv + (int64_t)t * l.qkv.N + head * D, n, row[t].position, {out.sum + to, out.most + to, out.values + to * D}};
-            if (count == QUERIES) flush(direct ? nullptr : slots);
+            const int64_t to = ((int64_t)t * l.heads + h * G + g) * splits + s;
+            if (unseen) {
+                out.sum[to] = 0;
+                out.most[to] = -INFINITY;
+                continue;
+            }
+            queries[count++] = {qkv + (int64_t)t * l.qkv.N + (h * G + g) * D, n, row[t].position,
+                                {out.sum + to, out.most + to, out.values + to * D}};
+            if (count == QUERIES) flush(direct);
         }
-        if (!direct && count) flush(slots);
+        if (alone) flush(false);
+        before = alone ? true : direct;
     }
-    if (count) flush(nullptr);
+    flush(before);
 }
 
 extern "C" int layers(const Call* call) {
@@ -287,7 +306,7 @@ extern "C" int layers(const Call* call) {
         for (int i = 0; i < c.count; i++) {
             const Layer& l = c.layers[c.order[i]];
             const Pool& pool = c.pools[c.order[i]];
-            const int Hq = l.heads, Hkv = l.kv_heads, G = Hq / Hkv, N = l.qkv.N;
+            const int Hq = l.heads, Hkv = l.kv_heads, N = l.qkv.N;
             auto inputs = [&](const Fused& f) {
                 Taken from = {shared};
                 return inputs_of(from, f, T);
@@ -309,11 +328,15 @@ extern "C" int layers(const Call* call) {
                 if (h < Hq + Hkv) {
                     if (l.qk_norm) norm(of, l.qk_norm + h * D, l.eps, D, of);
                     if (l.rotates) turn(of, c.cos + c.positions[t] * D, c.sin + c.positions[t] * D, D);
+                    if (pool.bits == 4) spread(of, D);
                 }
                 if (h < Hq) return;
                 const Part& part = c.parts[row[t].part];
-                const int slot = part.prefix + part.staged - (part.stop - t), to = (h - Hq) % Hkv;
-                memcpy((h < Hq + Hkv ? pool.k : pool.v) + part.block * Hkv + (to * c.slots + slot) * D, of, 2 * D);
+                const Place& place = c.places[pool.kind * c.part_count + row[t].part];
+                const int64_t slot = staged_slot(place, part.prefix, part.staged - (part.stop - t));
+                const bool key = h < Hq + Hkv;
+                const int64_t at = (h - Hq) % Hkv * pool.slots;
+                keep(of, D, pool.bits, key ? pool.k : pool.v, key ? pool.k_scale : pool.v_scale, at + slot);
             });
             team.wait();
             int64_t tasks = 0, first = 0;
@@ -324,7 +347,7 @@ extern "C" int layers(const Call* call) {
                 const int64_t begin = share(tasks, me, threads) - first, end = share(tasks, me + 1, threads) - first;
                 const int64_t last = end < (int64_t)Hkv * of_part ? end : (int64_t)Hkv * of_part;
                 for (int64_t task = begin > 0 ? begin : 0; task < last; task++)
-                    attend_task(l, c, part, row, qkv, pool, task / of_part, task % of_part, splits, {sums, tops, values});
+                    attend_task(l, c, p, row, qkv, pool, task / of_part, task % of_part, splits, {sums, tops, values});
                 first += (int64_t)Hkv * of_part;
             }
             team.wait();

@@ -18,8 +18,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-from decodelab.attention.cache import DenseCache
+from decodelab.attention.cache import Cache, DenseCache
 from decodelab.attention.layout import LayerKV, Layout
+from decodelab.attention.paged import PagedCache
 from decodelab.attention.rows import Rows, chains
 from decodelab.decoding import loop, reference
 from decodelab.decoding.acceptance import Greedy
@@ -69,6 +70,7 @@ def eight_bits(name: str, weight: Tensor) -> Codes | None:
 
 
 Quantise = Callable[[str, Tensor], Codes | None]
+# a model, how its weights are stored, what a layer keeps (None: the model's own)
 CASES: dict[str, tuple[PretrainedConfig, Quantise | None, tuple[LayerKV, ...] | None]] = {
     "llama": (LlamaConfig(**SIZES), None, None),
     "llama, 4 bits, one cache of both layers": (LlamaConfig(**SIZES), four_bits, (LayerKV(0, 2), LayerKV(0, 2))),
@@ -84,6 +86,10 @@ CASES: dict[str, tuple[PretrainedConfig, Quantise | None, tuple[LayerKV, ...] | 
     ),
     "smollm3": (SmolLM3Config(**SIZES, no_rope_layers=[1, 0]), None, None),
     "mistral, windows as masks": (MistralConfig(**SIZES), None, (LayerKV(0, 2, 300, 3), LayerKV(1, 2, 4, 1))),
+    "mistral, rings": (MistralConfig(**SIZES), None, (LayerKV(0, 2, 300, 3), LayerKV(1, 2, 4, 1))),
+    "llama, 8 and 4 bits": (LlamaConfig(**SIZES), None, (LayerKV(0, 2, bits=8), LayerKV(1, 2, 270, 5, bits=4))),
+    "qwen3, pages": (Qwen3Config(**SIZES, head_dim=64), None, None),
+    "llama, pages of 4 and 8 bits": (LlamaConfig(**SIZES), None, (LayerKV(0, 2, bits=4), LayerKV(1, 2, 9, bits=8))),
 }
 
 
@@ -116,20 +122,24 @@ def decoder(name: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     return Decoder(made, tensors, dtype=dtype, codes=codes)
 
 
-def opened(model: Decoder, sequences: int) -> DenseCache:
-    """Windows are masks here, where the decoder's own choice would be rings."""
-    return DenseCache(model.config.layout, sequences=sequences, capacity=900, dtype=model.dtype, device=model.device)
+def opened(name: str, model: Decoder, sequences: int) -> Cache:
+    """A cache of 900 slots, the decoder's own but where the case says masks or pages."""
+    layout, dtype, device = model.config.layout, model.dtype, model.device
+    if "masks" in name:
+        return DenseCache(layout, sequences=sequences, capacity=900, dtype=dtype, device=device)
+    pages = PagedCache(layout, size=16, dtype=dtype, device=device) if "pages" in name else None
+    return model.open_cache(sequences, 900, pages)
 
 
 PREFIXES = (530, 40, 3)  # over a border of the kernel's splits, and short ones
 
 
 @torch.inference_mode()
-def fed(model: Decoder, layers: list[int] | None = None) -> list[Tensor]:
+def fed(name: str, model: Decoder, layers: list[int] | None = None) -> list[Tensor]:
     """Logits and hidden states of forests behind prompts, of a row behind a staged one, and of rows behind what was
     kept."""
     model._reach(900)
-    cache = opened(model, 4)
+    cache = opened(name, model, 4)
     _d, a, b, c = (cache.open() for _ in range(4))
     for sequence, size in zip((a, b, c), PREFIXES, strict=True):
         model(chains([[(7 * i + size) % 58 + 3 for i in range(size)]], [sequence], prompt=True), cache)
@@ -147,19 +157,19 @@ def fed(model: Decoder, layers: list[int] | None = None) -> list[Tensor]:
 def test_it_computes_what_torch_s_operations_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, exact = decoder(name), decoder(name, torch.float64)
     assert model.implementation["attention"].startswith("native")
-    got = fed(model)
+    got = fed(name, model)
     monkeypatch.setattr(model, "_native", None)
-    theirs = fed(model)
-    for ours, other, want in zip(got, theirs, fed(exact), strict=True):
+    theirs = fed(name, model)
+    for ours, other, want in zip(got, theirs, fed(name, exact), strict=True):
         assert relative_error(ours, want) < max(1.5 * relative_error(other, want), 2**-7)
 
 
 def test_layers_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder("llama")
-    got = fed(model, [1])
-    assert (got[0] - fed(model)[0]).norm() > 0.1 * got[0].norm()
+    got = fed("llama", model, [1])
+    assert (got[0] - fed("llama", model)[0]).norm() > 0.1 * got[0].norm()
     monkeypatch.setattr(model, "_native", None)
-    assert relative_error(got[0], fed(model, [1])[0]) < 0.03
+    assert relative_error(got[0], fed("llama", model, [1])[0]) < 0.03
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,7 +182,7 @@ def test_a_row_has_the_same_bits_in_a_tree_and_alone(name: str, threads: int) ->
     ids = [(5 * i) % 58 + 3 for i in range(depth)]
     torch.set_num_threads(threads)
     try:
-        cache = opened(model, 2)
+        cache = opened(name, model, 2)
         a, b = cache.open(), cache.open()
         prompt = [(3 * i) % 58 + 3 for i in range(prefix)]
         for sequence in (a, b):
@@ -201,7 +211,9 @@ def test_a_row_has_the_same_bits_in_a_tree_and_alone(name: str, threads: int) ->
     assert torch.equal(torch.cat(alone), tree)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, 4 bits, one cache of both layers"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, 4 bits, one cache of both layers", "mistral, rings", "llama, 8 and 4 bits"]
+)
 def test_greedy_speculation_emits_what_plain_decoding_does(name: str) -> None:
     model = decoder(name)
     asked = [ask(prompt, Greedy(), 24) for prompt in ([7, 30, 12], [5, 9], list(range(3, 60)) * 2)]
