@@ -1,5 +1,6 @@
 """From a source to a decoder that runs."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ def load_decoder(
         check_convertible(source)
         tensors = ConvertedTensors(tensors, config.layout, layout)
     report = None if progress is None else (lambda done, total: progress(f"loading {source.label}", done, total))
-    return Decoder(
+    decoder = Decoder(
         config if layout is None else replace(config, layout=layout),
         tensors,
         dtype=dtype,
@@ -41,6 +42,14 @@ def load_decoder(
         kernels=kernels,
         progress=report,
     )
+    _let_go()
+    return decoder
+
+
+def _let_go() -> None:
+    """What packing took on the way goes back to the system, which the C library would keep for later."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def check_convertible(source: Source) -> None:

@@ -14,6 +14,8 @@ from ...kernels.matmul_w4.op import Weight
 from ...quantization.codes import Codes, alike, stacked
 from ...quantization.linear import Beside, QuantisedLinear, by_triton
 
+_PIECE = 1 << 22  # elements
+
 Product = Linear | QuantisedLinear | TritonLinear | Beside
 
 
@@ -29,9 +31,13 @@ class Weights:
     kernels: Kernels | None = None
 
     def read(self, name: str) -> Tensor:
-        """Refuses what is missing or not finite."""
+        """A copy of it: a tensor of a file would hold on to all that is read of the file. Refuses what is missing or
+        not finite."""
+        return self._read(name, copy=True)
+
+    def _read(self, name: str, copy: bool) -> Tensor:
         try:
-            tensor = self.tensors[name].to(device=self.device, dtype=self.dtype)
+            tensor = self.tensors[name].to(device=self.device, dtype=self.dtype, copy=copy)
         except KeyError:
             raise UserError(f"the checkpoint has no {name!r}; it is incomplete or of another model") from None
         self._check_finite(name, tensor)
@@ -42,7 +48,9 @@ class Weights:
         biases = [self.read(f"{name}.bias") for name in names] if bias else None
         whole = None if biases is None else torch.cat(biases)
         if not any(name in self.codes for name in names):
-            return self.linear(torch.cat([self.read(f"{name}.weight") for name in names]), whole)
+            if len(names) == 1:
+                return self.linear(self.read(f"{names[0]}.weight"), whole)
+            return self.linear(torch.cat([self._read(f"{name}.weight", copy=False) for name in names]), whole)
         found = [self._codes(name) if name in self.codes else None for name in names]
         quantised = [c for c in found if c is not None]
         if len(quantised) == len(found) and alike(quantised):
@@ -73,7 +81,8 @@ class Weights:
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        if not torch.isfinite(tensor.sum(dtype=wide)):
+        # in pieces: the sum of all would widen all of it first
+        if not all(torch.isfinite(part.sum(dtype=wide)) for part in tensor.reshape(-1).split(_PIECE)):
             raise UserError(
                 f"{name!r} of the checkpoint is not finite in {tensor.dtype}: corrupt, or too large for it; "
                 "fetch it again"

@@ -25,18 +25,26 @@ class Stored:
     dtype: str
 
 
+_MAPPED = 16 << 20  # bytes of a file that are read before it is mapped anew, and what was read of it let go
+
+
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors of memory-mapped files, each read when it is asked for, in the dtype it is stored in."""
+    """Tensors of memory-mapped files, each read when it is asked for, in the dtype it is stored in. As long as one is
+    held, so is what was read of its file beside it."""
 
     def __init__(self, table: Mapping[str, Stored]) -> None:
         self._table = table
-        self._open: dict[Path, Any] = {}
+        self._file: Path | None = None
+        self._open: Any = None
+        self._read = 0
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._table[name].file
-        if file not in self._open:
-            self._open[file] = open_safetensors(file)
-        return self._open[file].get_tensor(name)
+        if file != self._file or self._read > _MAPPED:
+            self._file, self._open, self._read = file, open_safetensors(file), 0
+        tensor: Tensor = self._open.get_tensor(name)
+        self._read += tensor.nbytes
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)
