@@ -135,46 +135,54 @@ static void attend_split(const Query* queries, int count, const Keys& keys, cons
         const int Q = count < AT_ONCE ? count : AT_ONCE;
         int longest = 0;
         for (int q = 0; q < Q; q++) longest = queries[q].n > longest ? queries[q].n : longest;
-        for (int q = 0; q < AT_ONCE; q++) {
-            if (q >= Q) {
-                memset(scores[q], 0, 4 * (size_t)longest);
-                continue;
+        for (int q = Q; q < AT_ONCE; q++) memset(scores[q], 0, 4 * (size_t)longest);
+        floats most[AT_ONCE];
+        for (int q = 0; q < Q; q++) most[q] = all(-INFINITY);
+        const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int at = 0; at < longest; at += 16) {
+            const int some = longest - at < 16 ? longest - at : 16;
+            alignas(64) uint16_t widened[16][D];  // codes are widened once for all queries
+            const uint16_t* key[16];
+            for (int j = 0; j < 16; j++) {
+                const int64_t of = (slots ? slots[at + (j < some ? j : some - 1)] : first + at + (j < some ? j : some - 1)) * D;
+                key[j] = BITS == 16 ? (const uint16_t*)keys.k + of : widened[j];
+                if (BITS != 16)
+                    for (int i = 0; i < D; i += 32) _mm512_store_si512(widened[j] + i, load32<BITS>(keys.k, of + i));
             }
-            const Query& one = queries[q];
-            __m512i query[D / 32];
-            for (int i = 0; i < D / 32; i++) query[i] = _mm512_loadu_si512(one.q + 32 * i);
-            floats most = all(-INFINITY);
-            const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            for (int at = 0; at < longest; at += 16) {
-                const int some = longest - at < 16 ? longest - at : 16;
+            const floats scales = BITS == 16 ? all(scale) : scales_of(keys.k_scale, slots ? slots + at : nullptr, first + at, some) * all(scale);
+            const ints number = lane + (begin + at);
+            for (int q = 0; q < Q; q++) {
+                const Query& one = queries[q];
                 floats sum[16];
 #pragma GCC unroll 16
                 for (int j = 0; j < 16; j++) {
-                    const int key = at + (j < some ? j : some - 1);
-                    const int64_t of = (slots ? slots[key] : first + key) * D;
                     sum[j] = (floats){};
-                    for (int i = 0; i < D / 32; i++) sum[j] = dot2(sum[j], load32<BITS>(keys.k, of + 32 * i), query[i]);
+#pragma GCC unroll 8
+                    for (int i = 0; i < D; i += 32) sum[j] = dot2(sum[j], _mm512_loadu_si512(key[j] + i), _mm512_loadu_si512(one.q + i));
                 }
-                const ints number = lane + (begin + at);
                 ints seen = number < begin + one.n;
                 if (sight.window >= 0) seen &= (number > one.position - sight.window) | (number < sight.sink);
-                floats score = sums16(sum) * all(scale);
-                if (BITS != 16) score *= scales_of(keys.k_scale, slots ? slots + at : nullptr, first + at, some);
-                const __m512 kept = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), _mm512_movepi32_mask((__m512i)seen), (__m512)score);
+                const __m512 kept = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), _mm512_movepi32_mask((__m512i)seen), (__m512)(sums16(sum) * scales));
                 _mm512_store_ps(scores[q] + at, kept);
-                most = (floats)_mm512_max_ps((__m512)most, kept);
+                most[q] = (floats)_mm512_max_ps((__m512)most[q], kept);
             }
-            const float top = highest(most);
-            floats weight = {};
-            for (int at = 0; at < longest; at += 16) {
-                floats p = top > -INFINITY ? exponential(*(floats*)(scores[q] + at) - all(top)) : (floats){};
-                weight += p;
-                const int some = longest - at < 16 ? longest - at : 16;
-                if (BITS != 16) p *= scales_of(keys.v_scale, slots ? slots + at : nullptr, first + at, some);
+        }
+        float top[AT_ONCE];
+        floats weight[AT_ONCE] = {};
+        for (int q = 0; q < Q; q++) top[q] = highest(most[q]);
+        for (int at = 0; at < longest; at += 16) {
+            const int some = longest - at < 16 ? longest - at : 16;
+            const floats scales = BITS == 16 ? all(1.f) : scales_of(keys.v_scale, slots ? slots + at : nullptr, first + at, some);
+            for (int q = 0; q < Q; q++) {
+                floats p = top[q] > -INFINITY ? exponential(*(floats*)(scores[q] + at) - all(top[q])) : (floats){};
+                weight[q] += p;
+                if (BITS != 16) p *= scales;
                 *(floats*)(scores[q] + at) = p;
             }
-            *one.out.sum = added(weight);
-            *one.out.most = top;
+        }
+        for (int q = 0; q < Q; q++) {
+            *queries[q].out.sum = added(weight[q]);
+            *queries[q].out.most = top[q];
         }
         floats even[AT_ONCE][D / 32] = {}, odd[AT_ONCE][D / 32] = {};
         const __m512i upper = _mm512_set1_epi32(0xffff0000);
