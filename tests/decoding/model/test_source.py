@@ -18,7 +18,8 @@ import torch
 import yaml
 from huggingface_hub import errors as hub_errors
 
-from decodelab.decoding.model import fetch, storage
+from decodelab.decoding.model import fetch, storage, weights
+from decodelab.decoding.model.reading import Weights
 from decodelab.decoding.model.source import ModelSpec, Source, named, open_source
 from decodelab.errors import UserError
 from decodelab.tests.decoding.model.checkpoints import (
@@ -119,6 +120,22 @@ def test_tensors_are_read_one_at_a_time(folder: Path) -> None:
     assert "lm_head.weight" in tensors
     with pytest.raises(KeyError):
         tensors["model.layers.9.self_attn.q_proj.weight"]
+
+
+def test_what_was_read_of_a_file_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's map holds all that was read of it in memory, as long as one tensor of it is held."""
+    files, known = [], opened(folder).tensors()
+    names = list(known)
+    open_file = weights.open_safetensors
+    monkeypatch.setattr(weights, "open_safetensors", lambda file: files.append(file) or open_file(file))
+    monkeypatch.setattr(weights, "_MAPPED", known[names[0]].nbytes)
+    again = opened(folder).tensors()
+    before = len(files)
+    for name in names:
+        assert torch.equal(again[name], known[name])
+    assert len(files) > before + 1
+    read = Weights({"w": known[names[0]]}, known[names[0]].dtype, torch.device("cpu")).read("w")
+    assert read.data_ptr() != known[names[0]].data_ptr()
 
 
 def test_the_second_call_finds_the_same(folder: Path) -> None:
