@@ -38,11 +38,11 @@ def library() -> ctypes.CDLL | None:
 
 class Product(ctypes.Structure):
     """y [T, N] = x [T, K] Wᵀ + b, all in bfloat16: pointers to W as it is or in codes, to b, and to the order in which
-    columns are read. It keeps none of them alive."""
+    columns are read. `whole`: a row is rounded with one scale. It keeps none of them alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "bias", "order")),
-        *((name, ctypes.c_int32) for name in ("N", "K", "group", "bits", "shifted")),
+        *((name, ctypes.c_int32) for name in ("N", "K", "group", "bits", "shifted", "whole")),
     )
 
     def __call__(self, x: BFloat16[Tensor, "T K"]) -> BFloat16[Tensor, "T N"]:

@@ -50,7 +50,7 @@ class QuantisedLinear(nn.Module):
         about = f"int{self.bits}" + (" × int8" if self.rounds else "")
         match self.packed:
             case native.Packed():
-                return f"{about} (native, inputs in 8 bits)"
+                return f"{about} (native)" if self.rounds else f"{about} (native, inputs in 8 bits)"
             case w4.Packed():
                 return f"{about} (int4pack, prefill dequantised)"
             case w8.Packed():
@@ -102,6 +102,11 @@ def _packed(codes: Codes, dtype: torch.dtype) -> tuple[_Packed | None, Int[Tenso
     does, and the weight is dequantised once for all."""
     device, K = codes.codes.device, codes.shape[1]
     if codes.activation_bits is not None:
+        if native.can_pack(dtype, device) and K % native.BLOCK == 0 and (weight := _integers(codes)) is not None:
+            zero = torch.full_like(codes.scale, 128, dtype=torch.uint8)
+            ours = native.pack((weight.short() + 128).to(torch.uint8), codes.scale, zero, K, 8, whole=True)
+            if ours is not None:
+                return ours, None
         weight = _integers(codes)
         return (None if weight is None else w8.pack_rounded(weight, codes.scale[:, 0])), None
     if native.can_pack(dtype, device) and (ours := _native(codes)) is not None:

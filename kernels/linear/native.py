@@ -24,6 +24,5 @@ def aligned(weight: Tensor) -> Tensor:
 
 def product(weight: BFloat16[Tensor, "N K"], bias: BFloat16[Tensor, " N"] | None) -> Product:
     assert weight.is_contiguous()
-    return Product(
-        weight.data_ptr(), None if bias is None else bias.data_ptr(), None, *weight.shape, weight.shape[1], 16, 0
-    )
+    (N, K), added = weight.shape, None if bias is None else bias.data_ptr()
+    return Product(weight.data_ptr(), added, None, N, K, K, 16, 0, 0)

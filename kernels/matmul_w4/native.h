@@ -19,17 +19,27 @@ struct Rounded {
     float* sums;      // [T, K / group], of what the values stand for
 };
 
-// Groups `first` to `stop` of row t of x [T, K].
-static void round_groups(const uint16_t* x, const Rounded& to, int t, int K, int group, int first, int stop) {
+static inline int32_t size_of(floats a, floats b) {  // the greatest of 32, as the bits of a float without its sign
+    const ints size = (ints)a & 0x7fffffff, other = (ints)b & 0x7fffffff;  // in the order of what they are bits of
+    return _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)size, (__m512i)other));
+}
+
+// Groups `first` to `stop` of row t of x [T, K]; `whole_row`: one scale for all of it, and it is one group.
+static void round_groups(const uint16_t* x, const Rounded& to, int t, int K, int group, int first, int stop, bool whole_row) {
     int8_t* values = to.values + (int64_t)t * K + (int64_t)first * group;
     float *scales = to.scales + (int64_t)t * (K / BLOCK) + first * (group / BLOCK), *sums = to.sums + (int64_t)t * (K / group) + first;
     x += (int64_t)t * K + (int64_t)first * group;
+    int32_t most_of_row = 0;
+    if (whole_row)
+        for (int k = 0; k < K; k += BLOCK) {
+            const int32_t most = size_of(from_bf16(x + k), from_bf16(x + k + 16));
+            most_of_row = most > most_of_row ? most : most_of_row;
+        }
     for (int g = first; g < stop; g++) {
         float whole = 0;
         for (int block = 0; block < group / BLOCK; block++, x += BLOCK, values += BLOCK) {
             floats a = from_bf16(x), b = from_bf16(x + 16);
-            const ints size = (ints)a & 0x7fffffff, other = (ints)b & 0x7fffffff;  // in the order of what they are bits of
-            const int32_t most = _mm512_reduce_max_epi32(_mm512_max_epi32((__m512i)size, (__m512i)other));
+            const int32_t most = whole_row ? most_of_row : size_of(a, b);
             float greatest;
             memcpy(&greatest, &most, 4);
             const bool finite = most < 0x7f800000, some = finite && greatest > 1e-30f;

@@ -26,6 +26,7 @@ class Packed:
     group: int
     bits: int
     shifted: bool
+    whole: bool = False  # rows of x are rounded with one scale each
 
     def __call__(self, x: BFloat16[Tensor, "T K"], bias: BFloat16[Tensor, " N"] | None) -> BFloat16[Tensor, "T N"]:
         return self.product(bias)(x)
@@ -33,7 +34,7 @@ class Packed:
     def product(self, bias: BFloat16[Tensor, " N"] | None, order: Int32[Tensor, " K"] | None = None) -> Product:
         """`order`: in which x's columns are read."""
         at = [None if each is None else each.data_ptr() for each in (self.data, bias, order)]
-        return Product(*at, *self.shape, self.group, self.bits, self.shifted)
+        return Product(*at, *self.shape, self.group, self.bits, self.shifted, self.whole)
 
     @property
     def nbytes(self) -> int:
@@ -66,17 +67,19 @@ def pack(
     zero: UInt8[Tensor, "N G"] | Float[Tensor, "N G"],
     group: int,
     bits: int,
+    whole: bool = False,
 ) -> Packed | None:
     """Pack once: w = scale · (code − zero) with integers, = scale · code + zero with floats. Both floats are rounded
     to float16; None: they are beyond it, or so small that they would lose more than 2^-11 of themselves."""
     N, K = codes.shape
     assert bits in (4, 8)
     assert group % BLOCK == 0
+    assert group == K or not whole
     assert scale.shape == zero.shape == (N, K // group)
     shifted = zero.is_floating_point()
     parts = [scale.half(), zero.half() if shifted else zero]
-    for part, whole in zip(parts, (scale, zero), strict=True):
-        if not bool(((part.float() - whole.float()).abs() <= whole.float().abs() * 2**-11).all()):
+    for part, given in zip(parts, (scale, zero), strict=True):
+        if not bool(((part.float() - given.float()).abs() <= given.float().abs() * 2**-11).all()):
             return None
     fill = -N % TILE
     head = [torch.nn.functional.pad(part, (0, 0, 0, fill)).unflatten(0, (-1, TILE)).mT.contiguous() for part in parts]
@@ -86,4 +89,4 @@ def pack(
     if bits == 4:
         each = each[:, :, ::2] | each[:, :, 1::2] << 4
     data = torch.cat([*(part.view(torch.uint8) for part in head), each.flatten(2)], 2)
-    return Packed(data, (N, K), group, bits, shifted)
+    return Packed(data, (N, K), group, bits, shifted, whole)

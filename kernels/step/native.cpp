@@ -13,7 +13,7 @@ struct Product {
     const uint8_t* data;    // codes (bits 4, 8), or bfloat16 [N, K] (bits 16)
     const uint16_t* bias;   // [N], or null
     const int32_t* order;   // in which columns are read, or null
-    int32_t N, K, group, bits, shifted;
+    int32_t N, K, group, bits, shifted, whole;  // whole: an input row is rounded with one scale
 };
 
 struct Fused {  // products of one input, side by side
@@ -83,7 +83,7 @@ struct Inputs {
     uint16_t* ordered;  // [T, K], where columns are read in an order of their own
 };
 
-static bool alike(const Product& a, const Product& b) { return a.bits != 16 && b.bits != 16 && a.group == b.group && a.order == b.order; }
+static bool alike(const Product& a, const Product& b) { return a.bits != 16 && b.bits != 16 && a.group == b.group && a.order == b.order && a.whole == b.whole; }
 
 // Row t of x [T, K], groups of columns that lie within `first` to `stop`.
 static void prepare(const Fused& f, Inputs& in, const uint16_t* x, int t, int first, int stop) {
@@ -96,7 +96,7 @@ static void prepare(const Fused& f, Inputs& in, const uint16_t* x, int t, int fi
             for (int k = first; k < stop; k++) row[k] = x[(int64_t)t * p.K + p.order[k]];
             from = in.ordered;
         }
-        round_groups(from, in.parts[i], t, p.K, p.group, first / p.group, stop / p.group);
+        round_groups(from, in.parts[i], t, p.K, p.group, first / p.group, stop / p.group, p.whole);
     }
 }
 
