@@ -120,11 +120,12 @@ class Pages:
         # of those who refer to a block the last one keeps it
         fresh += sum(min(n, self._refs[block] - 1) for block, n in tails.items())
         if fresh > self.available:
-            rows = f"{sum(wanted.values())} rows of {len(wanted)} sequence{'' if len(wanted) == 1 else 's'}"
+            rows = f"{_counted(sum(wanted.values()), 'row')} of {_counted(len(wanted), 'sequence')}"
             larger = "a larger pages.blocks" if self.enough is None else f"pages.blocks={self.enough}"
             raise UserError(
-                f"out of KV blocks: {rows} need {fresh} more blocks of {self.size} tokens, and {self.available} of "
-                f"{self.total} are left; give {larger}, a smaller batch or fewer tokens"
+                f"out of KV blocks: {rows} need{'s' * (sum(wanted.values()) == 1)} {_counted(fresh, 'more block')} "
+                f"of {_counted(self.size, 'token')}, and {self.available} of {self.total} are left; "
+                f"give {larger}, a smaller batch or fewer tokens"
             )
         copies = []
         for sequence, n in wanted.items():
@@ -248,6 +249,10 @@ class Pages:
                 else:
                     self._free.append(block)
         del table.digests[rows // self.size :]
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def _chained(before: bytes, tokens: Sequence[int]) -> bytes:

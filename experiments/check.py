@@ -18,7 +18,7 @@ from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
 from ..quantization.formats import NATIVE
 from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
-from .config import RunConfig
+from .config import PageSettings, RunConfig
 from .format import counted, size
 from .hardware import describe_device
 from .identity import calibrated_on, overlaps
@@ -95,6 +95,8 @@ def check(config: RunConfig) -> int:
         rows["device"] = f"{device} ({describe_device(device)})"
         if isinstance(target, Source):
             rows["attention"] = _layout(config, target, dtype)
+        if config.pages.size is not None:
+            rows["pages"] = _pages(config.pages)
         if look.quantising is not None:
             rows["quantization"] = str(look.quantising)
         if kept is not None:
@@ -199,6 +201,11 @@ def _layout(config: RunConfig, source: Source, dtype: torch.dtype) -> str:
     model = ModelConfig.from_hf(source.config)
     layout = config.attention.layout(model.layout, model.heads)
     return f"{layout.bytes_per_token(dtype.itemsize) / 1024:.1f} KiB a token\n{picture(layout)}"
+
+
+def _pages(pages: PageSettings) -> str:
+    pool = "as many as are needed" if pages.blocks is None else f"a pool of {pages.blocks}"
+    return f"blocks of {counted(pages.size or 0, 'token')}, {pool}{', shared by prompts that begin alike' * pages.share}"
 
 
 def _drafter(settings: DrafterSettings) -> str:

@@ -248,12 +248,11 @@ def _quantize(config: "RunConfig") -> int:
 
 
 def _train(config: "RunConfig") -> int:
-    from .composition import contiguous, own_attention
-    from .train import train_job
+    from .composition import contiguous
+    from .train import check_attention, train_job
 
     contiguous(config, "train")
-    if config.train is None or config.train.kind != "kv":
-        own_attention(config, "train")
+    check_attention(config)
     return train_job(config)
 
 
@@ -337,7 +336,9 @@ JOBS: Mapping[str, Job] = {
     ),
     "quantize": Job("a quantised copy of the model; writes output=DIR, which model.path=DIR loads", _quantize),
     "train": Job(
-        "heads for drafting=medusa or eagle, from the target's own answers to a task; writes output=DIR", _train
+        "train=medusa or eagle (heads), draft or student (smaller models), kv (the model for another attention), from "
+        "the target's answers to a task; writes output=DIR",
+        _train,
     ),
     "layers": Job(
         "which layers drafting=layer_skip may leave out, looked for on a task; writes output=FILE.json", _layers

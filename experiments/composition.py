@@ -22,6 +22,7 @@ from ..drafting.draft_model import DraftSpec
 from ..drafting.trees import HasTree
 from ..errors import UserError
 from ..quantization.none import AsStored
+from .blocks import check_blocks
 from .config import KernelSettings, RunConfig
 from .format import CHANGED, UNTRAINED
 from .tasks import Task
@@ -65,6 +66,10 @@ def resolve(config: RunConfig, target: Source | None = None, task: Task | None =
     try:
         if target is not None and (layout := layout_of(config, target)) is not None:
             found = replace(found, warnings=(*found.warnings, *_another(config, layout, target)))
+        if target is not None and task is not None and config.pages.blocks is not None:
+            pages = replace(config.pages, share=config.pages.share and not config.drafting.needs.prefill_hidden)
+            context = ModelConfig.from_hf(target.config).max_positions
+            check_blocks(pages, task, config.task, config.batch, target.tokenizer, context)
     except UserError as error:
         reasons = (*(found.reasons if found.verdict == "refused" else ()), str(error))
         return replace(found, verdict="refused", reasons=reasons)

@@ -1,5 +1,6 @@
 """`pages=`: a run over a cache in pages, alone and with prompts that share them, and what is said of it."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,12 +155,18 @@ def test_settings_that_cannot_be(words: list[str], error: str) -> None:
         compose(words)
 
 
-def test_a_pool_that_is_too_small_is_said_in_a_line(bench: Any, capsys: Any) -> None:
-    assert bench.run("pages.size=4", "pages.blocks=3") == 2
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("decodelab:")]
+@pytest.mark.parametrize("more", [[], ["pages.share=true"], ["pages.share=true", "batch=3"]])
+def test_a_pool_that_is_too_small_is_said_before_anything_is_decoded(bench: Any, capsys: Any, more: list[str]) -> None:
+    """Once, with what is enough for the whole task; one block less is not."""
+    words = ["pages.size=4", *more]
+    assert bench.run(*words, "pages.blocks=3") == 2
+    told = capsys.readouterr().err
+    (line,) = [x for x in told.splitlines() if x.startswith("decodelab:")]
+    assert re.search(r"out of KV blocks: a \w+ of .* need \d+ blocks of 4 tokens, and the pool has 3; give", line)
+    assert "decoding" not in told
     enough = int(line.partition("; give pages.blocks=")[2].removesuffix(", a smaller batch or fewer tokens"))
-    assert "out of KV blocks: 13 rows of 1 sequence need 4 more blocks of 4 tokens, and 3 of 3 are left" in line
-    assert bench.run("pages.size=4", f"pages.blocks={enough}", "task.limit=1") == 0
+    assert bench.run(*words, f"pages.blocks={enough - 1}") == 2
+    assert bench.run(*words, f"pages.blocks={enough}") == 0
 
 
 def test_a_pool_that_memory_does_not_hold_is_refused_before_it_is_made() -> None:
