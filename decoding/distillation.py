@@ -8,7 +8,7 @@ wanted and kept nowhere. What a distance is good for: arXiv:2310.08461 (for draf
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -306,7 +306,7 @@ class Distillation:
         return torch.cat(found).mean()
 
     @torch.no_grad()
-    def score(self, texts: Sequence[Text]) -> Score:
+    def score(self, texts: Iterable[Text]) -> Score:
         """At each token of the answers: how far the student is from its teacher."""
         apart, alike, theirs, ours = [], [], [], []
         for text in texts:  # alone: logits of whole answers are large
@@ -429,7 +429,7 @@ class StudentLearner:
     kind: str
     objective: Distillation
 
-    def score(self, texts: Sequence[Text]) -> Score:
+    def score(self, texts: Iterable[Text]) -> Score:
         return self.objective.score(texts)
 
     def save(self, folder: Path, source: Source, about: Mapping[str, Any]) -> None:

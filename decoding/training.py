@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,7 +103,7 @@ class Watches(Drafts, Protocol):
 class Stands(Learner, Protocol):
     """It stands in the target's place, and judges itself against it on what the target said."""
 
-    def score(self, texts: Sequence[Text]) -> Score: ...
+    def score(self, texts: Iterable[Text]) -> Score: ...
 
 
 @runtime_checkable

@@ -34,8 +34,9 @@ def check_blocks(
         of = "a prompt of" if batch == 1 else f"a batch of {batch} prompts of up to"
         raise UserError(
             f"out of KV blocks: {of} {counted(most_prompt, 'token')} with {settings.max_new_tokens} new "
-            f"{'one' if settings.max_new_tokens == 1 else 'ones'} needs {counted(most, 'block')} of {counted(pages.size, 'token')}, and the pool has {pages.blocks}; give "
-            f"pages.blocks={most}, a smaller batch or fewer tokens"
+            f"{'one' if settings.max_new_tokens == 1 else 'ones'} needs {counted(most, 'block')} of "
+            f"{counted(pages.size, 'token')}, and the pool has {pages.blocks}; "
+            f"give pages.blocks={most}, a smaller batch or fewer tokens"
         )
 
 

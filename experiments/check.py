@@ -1,7 +1,7 @@
 """The job `check`: what a configuration would do, and whether it can."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -17,6 +17,7 @@ from ..decoding.model.fetch import NotHere
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
 from ..quantization.formats import NATIVE
+from .columns import stdout
 from .composition import Composition, Exactness, draft_models, resolve, resolve_device, resolve_dtype, unused_gpu
 from .config import PageSettings, RunConfig
 from .format import counted, size
@@ -35,6 +36,7 @@ _EXPECTED: dict[Exactness, str] = {
     "same law": "other tokens than plain sampling's, of the same distribution",
     "lossy": "another distribution than the target's, by design",
 }
+_NAMED = 3  # cells of a warning
 _ABSENT = "what the files of the models decide is known once they are fetched"
 _NEEDS = {
     "prefill_hidden": "hidden states of the prompt",
@@ -116,9 +118,9 @@ def check(config: RunConfig) -> int:
     Console(markup=False, highlight=False).print(table)
     doubts = look.quantising.warnings if look.quantising is not None else () if kept is None else kept["warnings"]
     for warning in [*composition.warnings, *look.overlaps, *doubts, *filter(None, [unused_gpu()])]:
-        print(f"warning: {warning}")
+        stdout().print(f"warning: {warning}")
     if absent:
-        print(f"warning: {_ABSENT}")
+        stdout().print(f"warning: {_ABSENT}")
     print(look)
     return 2 if look.refused else 0
 
@@ -127,22 +129,25 @@ def check_cells(cells: Sequence[Cell], configs: Sequence[RunConfig]) -> int:
     """A line for each cell of a sweep, and what is warned of, once; 2 if any is refused."""
     opened, loaded = cache(_opened), cache(_task)  # by cells that share them
     width = max(len(cell.label) for cell in cells)
-    refused, warnings, absent = 0, dict[str, None](), dict[str, None]()
+    refused, absent, warnings = 0, dict[str, None](), dict[str, list[str]]()
     for cell, config in zip(cells, configs, strict=True):
         try:
             resolve_dtype(config.dtype, resolve_device(config.device))
             look = _look(config, opened, loaded)
             told, wrong = str(look), look.refused
-            warnings.update(dict.fromkeys([*look.composition.warnings, *look.overlaps]))
+            for warning in dict.fromkeys([*look.composition.warnings, *look.overlaps]):
+                warnings.setdefault(warning, []).append(cell.label)
             absent.update(dict.fromkeys(look.absent))
         except UserError as error:
             told, wrong = f"refused, because {error}", True
         refused += wrong
         print(f"{cell.label:{width}}  {told}")
-    for warning in warnings:
-        print(f"warning: {warning}")
+    for warning, labels in warnings.items():
+        named = "; ".join(labels[:_NAMED]) + "; …" * (len(labels) > _NAMED)
+        of = "" if len(labels) == len(cells) else f" of {counted(len(labels), 'cell')} ({named})"
+        stdout().print(f"warning{of}: {warning}")
     if absent:
-        print(f"warning: to fetch: {'; '.join(absent)}; {_ABSENT}")
+        stdout().print(f"warning: to fetch: {'; '.join(absent)}; {_ABSENT}")
     print(f"{counted(len(cells), 'cell')}, {refused} refused")
     return 2 if refused else 0
 
@@ -166,6 +171,8 @@ def _look(
     exam = check_quality(config, target if isinstance(target, Source) else None)
     known = None if absent or isinstance(target, NotHere) else target
     composition = resolve(config, known, task)
+    if config.train is not None and (reason := _untrainable(config, known)) is not None:
+        composition = replace(composition, verdict="refused", reasons=(reason,))
     dtype, _ = resolve_dtype(config.dtype, resolve_device(config.device))
     quantising = None if known is None else planned(config, known, dtype)
     overlapping: Sequence[str] = ()
@@ -174,6 +181,19 @@ def _look(
         overlapping = overlaps(calibrated, task, {} if exam is None else exam.tasks)
     served = None if config.target is None else answer(config.target, quantising, known)
     return _Look(target, absent, task, composition, None, quantising, overlapping, served)
+
+
+def _untrainable(config: RunConfig, target: Source | None) -> str | None:
+    """Why `train` would refuse it."""
+    from .train import check_settings
+
+    try:
+        settings = check_settings(config)
+        if target is not None:
+            settings.check(target)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _opened(spec: ModelSpec) -> Source | NotHere:
@@ -205,7 +225,9 @@ def _layout(config: RunConfig, source: Source, dtype: torch.dtype) -> str:
 
 def _pages(pages: PageSettings) -> str:
     pool = "as many as are needed" if pages.blocks is None else f"a pool of {pages.blocks}"
-    return f"blocks of {counted(pages.size or 0, 'token')}, {pool}{', shared by prompts that begin alike' * pages.share}"
+    return (
+        f"blocks of {counted(pages.size or 0, 'token')}, {pool}{', shared by prompts that begin alike' * pages.share}"
+    )
 
 
 def _drafter(settings: DrafterSettings) -> str:

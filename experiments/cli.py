@@ -249,10 +249,9 @@ def _quantize(config: "RunConfig") -> int:
 
 def _train(config: "RunConfig") -> int:
     from .composition import contiguous
-    from .train import check_attention, train_job
+    from .train import train_job
 
     contiguous(config, "train")
-    check_attention(config)
     return train_job(config)
 
 
@@ -336,8 +335,7 @@ JOBS: Mapping[str, Job] = {
     ),
     "quantize": Job("a quantised copy of the model; writes output=DIR, which model.path=DIR loads", _quantize),
     "train": Job(
-        "train=medusa or eagle (heads), draft or student (smaller models), kv (the model for another attention), from "
-        "the target's answers to a task; writes output=DIR",
+        "medusa and eagle heads, a draft, a student, or the model for another attention (kv); writes output=DIR",
         _train,
     ),
     "layers": Job(

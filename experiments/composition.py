@@ -1,5 +1,6 @@
 """What a configuration amounts to, known without weights: whether it runs, where, and in which number format."""
 
+import json
 import platform
 import shutil
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -12,11 +13,14 @@ from ..attention.conversion import converts, impossible, lossless
 from ..attention.layout import Layout
 from ..attention.options import Native
 from ..decoding.acceptance import Acceptance
+from ..decoding.distillation import FILE
 from ..decoding.draft import DrafterSettings
 from ..decoding.law import LawSettings
 from ..decoding.model.config import ModelConfig, states_layout
 from ..decoding.model.load import check_convertible
 from ..decoding.model.source import ModelSpec, Source
+from ..decoding.model.weights import open_safetensors
+from ..decoding.model.whose import NOTE
 from ..decoding.replay import needs_model
 from ..drafting.draft_model import DraftSpec
 from ..drafting.trees import HasTree
@@ -24,7 +28,7 @@ from ..errors import UserError
 from ..quantization.none import AsStored
 from .blocks import check_blocks
 from .config import KernelSettings, RunConfig
-from .format import CHANGED, UNTRAINED
+from .format import CHANGED, TRAINED, UNTRAINED
 from .tasks import Task
 
 Verdict = Literal["runs", "runs with a fallback", "refused"]
@@ -66,6 +70,8 @@ def resolve(config: RunConfig, target: Source | None = None, task: Task | None =
     try:
         if target is not None and (layout := layout_of(config, target)) is not None:
             found = replace(found, warnings=(*found.warnings, *_another(config, layout, target)))
+        if target is not None and not config.quality.tasks and was_trained(config.model):
+            found = replace(found, warnings=(*found.warnings, TRAINED))
         if target is not None and task is not None and config.pages.blocks is not None:
             pages = replace(config.pages, share=config.pages.share and not config.drafting.needs.prefill_hidden)
             context = ModelConfig.from_hf(target.config).max_positions
@@ -109,6 +115,15 @@ def _another(config: RunConfig, layout: Layout, target: Source) -> tuple[str, ..
     ):
         return ()
     return (CHANGED,)
+
+
+def was_trained(model: ModelSpec) -> bool:
+    """Whether it is a folder that train=kv wrote."""
+    file = Path(model.path or "").expanduser() / FILE
+    if model.path is None or not file.is_file():
+        return False
+    note = json.loads((open_safetensors(file).metadata() or {}).get(NOTE, "{}"))
+    return bool(note.get("kind") == "kv")
 
 
 def contiguous(config: RunConfig, job: str) -> None:

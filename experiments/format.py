@@ -16,6 +16,10 @@ CHANGED = (
     "plain decoding on the same layout, and what it loses against attention=native was not measured: add quality.tasks "
     "to both"
 )
+TRAINED = (
+    "the model was trained for another layout of keys and values than its original's (train=kv), and what that cost "
+    "was not measured: add quality.tasks to both"
+)
 UNJUDGED_MARK = "§"  # behind a row of such a target, without its quality
 SIGNIFICANT = 0.05  # a p that is told
 FEW_TOKENS = 32  # of gold answers, from which on a KL is one
@@ -37,7 +41,9 @@ def was_busy(result: Mapping[str, Any]) -> bool:
 def is_unjudged(result: Mapping[str, Any]) -> bool:
     """Whether the target of a result.json keeps keys and values as its model does not, at a cost that is not told."""
     told = result.get("warnings") or ()
-    return (UNTRAINED in told or CHANGED in told) and not (result.get("quality") or {}).get("tasks")
+    return any(text in told for text in (UNTRAINED, CHANGED, TRAINED)) and not (result.get("quality") or {}).get(
+        "tasks"
+    )
 
 
 def marks(result: Mapping[str, Any]) -> str:

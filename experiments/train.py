@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from ..attention.options import Native
 from ..decoding import loop
 from ..decoding.cost import DraftCost, Profile, draft_cost, measure_target, predict
 from ..decoding.model.load import load_decoder
@@ -34,6 +35,7 @@ from ..decoding.training import (
     ReadsTexts,
     Score,
     Stands,
+    Text,
     Trains,
     Watches,
     check_state,
@@ -67,6 +69,7 @@ COSTS = "costs.json"
 COURSE = "course.json"
 NOT_TRAINED = (ANSWERS, STATE, COSTS)  # of a training's folder, beside what was trained and how that went
 _SHORT = "no answer to a prompt kept back has a second token: give other prompts, or more of them"
+_UNCOUNTED = "texts kept back; not of train.schedule.minutes"
 _SOME = 3  # prompts from which a draft's cost is taken
 _COSTS = {
     "context": int, "seconds": {"1": float, "*": float}, "draft": {"step_s": float, "token_s": float, "host_s": float},
@@ -115,17 +118,28 @@ class Judge:
         return Score(value, facts)
 
 
-def train_job(config: RunConfig) -> int:
-    """Answers, training, the file of what was learnt. The same command goes on where it was."""
+def check_settings(config: RunConfig) -> Trains:
+    """What is to be trained. Refuses what does not go with it, as far as that is known without the model."""
     settings = config.train
+    if not isinstance(settings, TrainKV) and not isinstance(config.attention, Native):
+        raise UserError(
+            "train=kv trains a model for another attention; train=eagle, medusa, draft and student want the model's "
+            "own: give train=kv, or leave attention out"
+        )
     if settings is None:
         raise UserError("name what is to be trained, such as train=medusa")
-    if config.output is None or not config.output.strip():
-        raise UserError("train writes a folder: name it with output=DIR")
     if isinstance(settings, TrainKV) and not isinstance(config.quantization, AsStored):
         raise UserError(
             "train=kv trains weights, and quantization makes a copy of them: quantise its folder afterwards"
         )
+    return settings
+
+
+def train_job(config: RunConfig) -> int:
+    """Answers, training, the file of what was learnt. The same command goes on where it was."""
+    settings = check_settings(config)
+    if config.output is None or not config.output.strip():
+        raise UserError("train writes a folder: name it with output=DIR")
     config.tracking.check()
     folder = Path(config.output).expanduser()
     try:
@@ -304,11 +318,26 @@ def _judge(job: Job, watch: Watch) -> Callable[[], Score]:
         requests = [a.request for a in held]
         mark = digest(job.identity | {"device": str(lab.target.device)})
         costs = _costs(job.folder / COSTS, mark, lab, learner, requests, seed, watch.step)
-        return partial(Judge(lab, requests, seed, costs), learner)
+        judge = Judge(lab, requests, seed, costs)
+
+        def judged() -> Score:
+            watch.step("judging", 0, len(requests), _UNCOUNTED)  # side by side
+            return judge(learner)
+
+        return judged
     assert isinstance(learner, Stands)
     if not job.lessons.judged:
         raise UserError(_SHORT)
-    return partial(learner.score, job.lessons.judged)
+    texts = job.lessons.judged
+    return lambda: learner.score(_watched(texts, watch))
+
+
+def _watched(texts: Sequence[Text], watch: Watch) -> Iterator[Text]:
+    """One after the other, told of as they are judged."""
+    for n, text in enumerate(texts):
+        watch.step("judging", n, len(texts), _UNCOUNTED)
+        yield text
+    watch.step("judging", len(texts), len(texts), _UNCOUNTED)
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

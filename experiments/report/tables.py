@@ -60,6 +60,7 @@ COLUMNS: Sequence[Column] = (
     RATE,
     Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 6),
     Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 5),
+    Column("prompts found", lambda row: _found(row), 6),
 )
 WEIGHTS = Column("weights in memory", lambda row: size(row.run.number("memory.weights_bytes")), 3)
 MEMORY: Sequence[Column] = (
@@ -67,6 +68,11 @@ MEMORY: Sequence[Column] = (
     Column("KV cache", lambda row: size(row.run.number("memory.kv_bytes"))),
     Column("peak memory", lambda row: size(row.run.number("memory.peak_bytes"))),
 )
+
+
+def _found(row: Row) -> str:
+    """In shared pages, of the prompts' tokens."""
+    return percent(row.run.number("pages.strategy.hit_rate")) if row.run.at("pages.share") else "–"
 
 
 def _output(row: Row) -> str:

@@ -11,14 +11,25 @@ from rich.text import Text
 
 from ..columns import Column, fit
 from ..columns import table as fitted
-from ..format import duration, interval, mark_notes, marks, number, percent, size
+from ..format import duration, interval, mark_notes, marks, number, percent, seconds, size
 from ..seeds import spread
 from .cells import LOG, CellOutcome
 
 _STYLE = {"done": "green", "interrupted": "yellow", "not started": "yellow"}  # the others are red
 _WIDEST = 500  # characters of a reason
 # What is left out of a table that has no room, the highest first.
-_RANKS = {"speedup [95 %]": 1, "τ": 4, "accepted": 5, "output": 0, "quality": 2, "KL": 2, "weights": 3, "time": 6}
+_RANKS = {
+    "speedup [95 %]": 1,
+    "τ": 4,
+    "accepted": 5,
+    "prompts found": 3,
+    "ttft": 3,
+    "output": 0,
+    "quality": 2,
+    "KL": 2,
+    "weights": 3,
+    "time": 6,
+}
 
 
 class Display:
@@ -72,6 +83,8 @@ def table(outcomes: Sequence[CellOutcome], width: int) -> Iterator[Table | str]:
     terminal has no room for a column a key, the values stand in one; then come notes."""
     found = [_numbers(outcome) for outcome in outcomes]
     shown = [name for name in _RANKS if any(row[name] != "–" for row in found)]
+    if "prompts found" not in shown:  # no pages are shared
+        shown = [name for name in shown if name != "ttft"]
     if len({row["weights"] for row in found if row["weights"] != "–"}) < 2:  # the same in all cells
         shown = [name for name in shown if name != "weights"]
     status = Column("status", [_status(outcome) for outcome in outcomes], right=False)
@@ -120,11 +133,15 @@ def _numbers(outcome: CellOutcome) -> dict[str, str]:
     """By the names of their columns; – is what there is not."""
     r: Mapping[str, Any] = outcome.result or {}
     strategy, exactness = r.get("strategy") or {}, r.get("exactness") or {}
+    pages = r.get("pages") or {}
+    shares = bool(pages.get("share"))
     lost = (((r.get("quality") or {}).get("divergence") or {}).get("kl") or {}).get("value")
     return {
         "speedup [95 %]": interval(r["speedup"]) if r else "–",
         "τ": number(strategy.get("tokens_per_step")),
         "accepted": percent(strategy.get("acceptance_rate")),
+        "prompts found": percent(pages["strategy"]["hit_rate"]) if shares else "–",
+        "ttft": seconds(strategy.get("ttft_s")),
         "output": "replayed" if r.get("replay") else exactness.get("verdict", "–"),
         "quality": "\n".join(_qualities(r.get("quality"))) or "–",
         "KL": "–" if lost is None else f"{lost:.2g}",

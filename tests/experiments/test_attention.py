@@ -59,7 +59,10 @@ def test_what_cannot_be_carried_out_is_refused(words, capsys, monkeypatch):
         (["run", "replay=answers.jsonl"], "attention needs a model, and replay has answers and none"),
         (["layers", "output=f.json"], "layers is of the model's own attention: leave attention out"),
         (["quantize", "quantization=rtn", "output=d"], "quantize is of the model's own attention"),
-        (["train", "train=medusa", "output=d"], "train is of the model's own attention"),
+        (
+            ["train", "train=medusa", "output=d"],
+            "train=kv trains a model for another attention; train=eagle, medusa, draft and student want",
+        ),
     ],
 )
 def test_what_knows_no_other_attention_says_so(command, message, words, capsys):

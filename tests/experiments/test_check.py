@@ -171,7 +171,8 @@ def test_a_sweep_is_a_line_a_cell(target, tmp_path, capsys):
     assert told[3].startswith("refused, because ")
     assert "their tokenizers differ" in told[3]
     assert told[4].startswith("refused, because ")
-    assert warning == "warning: no prompt of the task task has documents, from which this drafter copies"
+    told = "no prompt of the task task has documents, from which this drafter copies"
+    assert warning == f"warning of 1 cell (drafting=reference): {told}"
     assert count == "5 cells, 2 refused"
 
 

@@ -162,7 +162,7 @@ def test_a_pool_that_is_too_small_is_said_before_anything_is_decoded(bench: Any,
     assert bench.run(*words, "pages.blocks=3") == 2
     told = capsys.readouterr().err
     (line,) = [x for x in told.splitlines() if x.startswith("decodelab:")]
-    assert re.search(r"out of KV blocks: a \w+ of .* need \d+ blocks of 4 tokens, and the pool has 3; give", line)
+    assert re.search(r"out of KV blocks: a \w+ of .* needs \d+ blocks of 4 tokens, and the pool has 3; give", line)
     assert "decoding" not in told
     enough = int(line.partition("; give pages.blocks=")[2].removesuffix(", a smaller batch or fewer tokens"))
     assert bench.run(*words, f"pages.blocks={enough - 1}") == 2

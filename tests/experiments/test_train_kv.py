@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from decodelab.decoding import training
 from decodelab.experiments.cli import main
-from decodelab.experiments.format import CHANGED, UNTRAINED
+from decodelab.experiments.format import CHANGED, TRAINED, UNTRAINED
 from decodelab.tests.experiments.trainings import words as usual
 
 TEXTS = [
@@ -32,8 +32,9 @@ def course(folder: Path) -> list[dict[str, Any]]:
 def test_plain_texts_are_learnt_from(bench: Any, capsys: pytest.CaptureFixture[str]):
     """Judged before the first step, and nearer behind the last; what is written runs as any model."""
     assert main(words(bench, "out", "attention=cross_layer")) == 0
-    said, folder = capsys.readouterr().out, bench.root / "out"
+    (said, went), folder = capsys.readouterr(), bench.root / "out"
     assert "judged on 2 others" in said
+    assert "judging 0/2, texts kept back; not of train.schedule.minutes" in went
     assert f"use it:\ndecodelab run model.path={folder}\n" in said
     rows = course(folder)
     assert rows[0]["step"] == 0
@@ -43,7 +44,7 @@ def test_plain_texts_are_learnt_from(bench: Any, capsys: pytest.CaptureFixture[s
     assert not (folder / "answers.jsonl").read_text()
     assert bench.run(f"model.path={folder}", "timing=untimed", "drafting=prompt_lookup") == 0
     assert bench.result["exactness"]["verdict"] == "exact"
-    assert not any("train=kv" in warning for warning in bench.result["warnings"])
+    assert [w for w in bench.result["warnings"] if "train=kv" in w] == [TRAINED]
     assert main(["check", f"model.path={folder}", "attention=cross_layer", "attention.share=1"]) == 2
     assert "layer 1 would have keys of its own, but its weights have none" in capsys.readouterr().out
     assert main(["check", f"model.path={folder}", "compare_hf=true"]) == 2
@@ -138,3 +139,16 @@ def test_shared_caches_are_not_calibrated_block_by_block(bench: Any, capsys: pyt
     made = [f"model.path={bench.root / 'out'}", "quantization=gguf", "quantization.type=Q8_0", "format=gguf"]
     assert main(["quantize", *made, "device=cpu", f"output={bench.root / 'g'}"]) == 2
     assert "format=gguf has no words for the decodelab_layout of out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["train=kv", "attention=kv_int8"], "train=kv computes keys and values in 16 bits or more, not in 8"),
+        (["train=medusa", "attention=mqa"], "train=kv trains a model for another attention; train=eagle, medusa"),
+        (["train=kv"], "train=kv trains a model for another attention than its own"),
+    ],
+)
+def test_check_refuses_what_train_refuses(more: list[str], told: str, bench: Any, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", f"model.path={bench.checkpoint}", "device=cpu", *more]) == 2
+    assert f"refused, because {told}" in capsys.readouterr().out
