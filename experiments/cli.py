@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]  # comes with transformers
 
 from .. import __version__
 from ..errors import UserError
+from .architectures import architectures
 from .compose import CONFIGS, Composer, defaults, groups
 from .construct import did_you_mean
 from .files import FULL
@@ -370,6 +371,11 @@ def help_text(words: Words) -> str:
         names = [f"{option}*" if option == taken.get(group) else option for option in options]
         text = f"  {group:14}{', '.join(names)}"
         lines += textwrap.wrap(text, 116, subsequent_indent=" " * 16, break_on_hyphens=False)
+    if words.job == "plan":
+        lines += ["", "MODEL: plan knows the sizes of these, whether they run here or not; model.path= takes others"]
+        lines += textwrap.wrap(
+            ", ".join(architectures()), 116, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
     lines += ["", "EXPERIMENTS: runs and sweeps kept as files; --config-dir DIR adds DIR/experiment/*.yaml"]
     for experiment, file in found["experiment"].items():
         lines += textwrap.wrap(f"  {experiment:12}{_about(file)}", 116, subsequent_indent=" " * 14)

@@ -216,7 +216,7 @@ def _built(content: dict[str, Any], options: Mapping[str, Mapping[str, Path]]) -
         config = Constructor(trusted).call(RunConfig, content)
     except UnknownKeyError as error:
         if not (owners := _owners(error.key, options)):
-            raise UserError(str(error)) from None
+            raise UserError(f"{error}{_as_option(error.key, options)}") from None
         raise OtherOptionError(f"{error}; it is a key of {owners}") from None
     return replace(config, resolved=content)
 
@@ -275,6 +275,15 @@ def _owners(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
             if name in content(file):
                 have.append(option)
     return f"{group}={', '.join(have)}" if have else ""
+
+
+def _as_option(key: str, options: Mapping[str, Mapping[str, Path]]) -> str:
+    """Where somebody gave a value to an option as if it were a key."""
+    group, _, name = key.partition(".")
+    if (file := options.get(group, {}).get(name)) is None:
+        return ""
+    keys = [f"{group}.{own}=…" for own in content(file) if own != "_target_"]
+    return f"; {name} is an option: {' '.join([f'{group}={name}', *keys])}"
 
 
 @contextmanager

@@ -1,17 +1,18 @@
 """The job `plan`: the arithmetic of `planning` for one configuration, as tables. It reads sizes, and no weights."""
 
 import json
+import re
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]  # comes with transformers
 from rich.console import Console
 from rich.table import Table
 
+from ..attention.layout import SCALE_BYTES, Layout
 from ..attention.options import MHA, MQA, Attention, CrossLayer, Hybrid, LowBits, Native, Window
 from ..attention.options import Table as AnyTable
 from ..attention.picture import picture
@@ -23,6 +24,7 @@ from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser
 from ..quantization.rtn import RTN
 from . import hardware as machine
+from .architectures import architectures
 from .compose import groups
 from .composition import draft_specs, resolve_device, resolve_dtype
 from .config import RunConfig
@@ -48,7 +50,6 @@ from .planning import (
 )
 from .table import columns
 
-_FILE = Path(__file__).with_name("architectures.yaml")
 RECIPE = "5*(window=1024) 1*full | kv_heads=1 share=2 bits=8"
 _PATTERN = 6  # layers of the recipe's pattern
 _LAYOUTS: Mapping[str, Attention] = {
@@ -60,22 +61,20 @@ _LAYOUTS: Mapping[str, Attention] = {
     "hybrid, 5 of 6 windows": Hybrid(1024),
     "kv_int8": LowBits(8),
     "kv_int4": LowBits(4),
-    "mqa, hybrid, share=2, int8": AnyTable(RECIPE),
+    "mqa, hybrid, CLA, int8": AnyTable(RECIPE),
 }
 _LENGTHS = (1, 2, 4, 8, 16)  # of drafts
 _ALPHA = 0.8  # at which a draft's gain is told
 _BATCHES = (1, 8, 32, 128)
-
-
-@cache
-def architectures() -> Mapping[str, Mapping[str, Any]]:
-    """Published sizes, by the names that `model=` takes."""
-    return yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+_NAME = 20  # columns that the name of a fact takes
+_UNIT = re.compile(r"(?<=\d) (?=[KMG]i?B\b|B\b|%|ms\b|s\b|TFLOP|=)|(?<==) (?=\d)")  # blanks at which no line ends
 
 
 def by_name(overrides: Sequence[str], options: Collection[str]) -> tuple[str, ...]:
-    """`model=NAME` of a model that is known by its sizes, and is none of the `options` of the group, as its key."""
-    return tuple(_key(word, options) for word in overrides)
+    """`model=NAME` of a model that is known by its sizes, and is none of the `options` of the group, as its key. Of
+    several, the last stands, as of any key."""
+    named = [word for word in overrides if word.startswith("model=")]
+    return tuple(_key(word, options) for word in overrides if word not in named[:-1] or word == named[-1])
 
 
 def _key(word: str, options: Collection[str]) -> str:
@@ -157,13 +156,34 @@ def plan(config: RunConfig) -> int:
     """Print it."""
     found = _planned(config)
     console = Console(highlight=False, markup=False)
-    for part in _told(found):
-        # a terminal gets lines that end with words, a file whole sentences
-        console.print(part, soft_wrap=isinstance(part, str) and not console.is_terminal)
+    for part in list(_told(found)):  # whatever is wrong is said before a line is printed
+        if isinstance(part, Table):
+            with console.capture() as drawn:
+                console.print(part)
+            lines = drawn.get().splitlines()
+        elif isinstance(part, str):
+            lines = _wrapped(part, console.width)
+        else:
+            lines = _beside(*part, console.width)
+        print(*(line.rstrip() for line in lines), sep="\n")
     return 0
 
 
+def _wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Lines that end with words; a number stays with its unit."""
+    lines = textwrap.wrap(_UNIT.sub("\xa0", text), width, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines] or [""]
+
+
+def _beside(name: str, text: str, width: int) -> list[str]:
+    """What a fact is called, and the fact."""
+    lines = [line for told in text.splitlines() for line in _wrapped(told, max(width - _NAME, 20), "")]
+    return [f"{name if i == 0 else '':{_NAME}}{line}" for i, line in enumerate(lines)]
+
+
 def _planned(config: RunConfig) -> _Planned:
+    if config.output is not None:
+        raise UserError(f"output={config.output} is of jobs that write files, and plan prints: leave it out")
     if config.pages.size is not None:
         raise UserError(f"pages.size is of a run: plan counts pages of plan.page={config.pages.size} tokens")
     a = architecture_of(config.model)
@@ -190,11 +210,14 @@ def _planned(config: RunConfig) -> _Planned:
 def _peak(given: Hardware, config: RunConfig, dtype: torch.dtype) -> tuple[Peak, str]:
     """One device, and what it is in words. What is null is measured, or read off this machine."""
     bandwidth, flops, memory = given.bandwidth, given.flops, given.memory
-    where = ""
+    where, each = "", "" if given.devices == 1 else f"each of {given.devices} devices: "
     if bandwidth is None or flops is None or memory is None:
         device = resolve_device(config.device)
         threads = config.threads or torch.get_num_threads()
-        where = f", this machine ({device}{f', {threads} threads' if device.type == 'cpu' else ''})"
+        mine = [name for name in ("bandwidth", "flops", "memory") if getattr(given, name) is None]
+        whose = f"; {' and '.join(mine)} {'is' if len(mine) == 1 else 'are'} this machine's"
+        cores = f", {counted(threads, 'thread')}" if device.type == "cpu" else ""
+        where = f"{', this machine' if len(mine) == 3 else whose} ({device}{cores})"
         if bandwidth is None or flops is None:
             peaks = machine.peaks(device, dtype, threads)
             bandwidth = peaks.read_bytes_per_s / GIGA if bandwidth is None else bandwidth
@@ -203,17 +226,20 @@ def _peak(given: Hardware, config: RunConfig, dtype: torch.dtype) -> tuple[Peak,
         if memory is None and free is None:
             raise UserError("this system does not tell how much memory is free: give hardware.memory=GB")
         memory = (free or 0) / GIGA if memory is None else memory
-    times = "" if given.devices == 1 else f"{given.devices} × "
-    about = f"{times}{bandwidth:,.0f} GB/s, {flops:,.3g} TFLOP/s, {memory:,.1f} GB{where}"
+    about = f"{each}{bandwidth:,.0f} GB/s, {flops:,.3g} TFLOP/s, {memory:,.1f} GB{where}"
     return Peak(bandwidth * GIGA, flops * 1e12, memory * GIGA), about
 
 
-def _told(p: _Planned) -> Iterator[str | Table]:
+_Told = str | Table | tuple[str, str]  # a sentence, a table, or a fact and its name
+
+
+def _told(p: _Planned) -> Iterator[_Told]:
     a, hw = p.setup.architecture, p.config.hardware
     name = str(p.dtype).removeprefix("torch.")
     yield f"{a.name}: {counted(p.batch, 'sequence')} of {p.context:,} tokens, computed in {name}"
-    yield f"{p.about}\n"
-    yield _facts(p)
+    yield p.about
+    yield ""
+    yield from _facts(p)
     yield ""
     yield _times(p)
     yield f"usual: {_band(hw.mfu)} of the products' peak (MFU), {_band(hw.mbu)} of the bandwidth (MBU)"
@@ -221,66 +247,75 @@ def _told(p: _Planned) -> Iterator[str | Table]:
     yield ""
     yield _layouts(p)
     yield "what a model was not trained with costs quality, which is to be measured"
-    yield "a shared cache is held once, and read by each of its layers\n"
+    yield "a shared cache is held once, and read by each of its layers"
+    if p.setup.devices > 1:
+        yield "keys, values and headroom are of each device, weights stored of all together"
+    yield ""
     yield _weights(p)
     if a.experts > 1:
         yield ""
         yield from _experts(p)
-    if p.rows:
+    if p.rows and p.room(p.setup).most:
         yield ""
         yield from _drafting(p)
-    if hw.price_per_hour is not None:
+    if hw.price_per_hour is not None and p.room(p.setup).most:
         yield ""
         yield from _price(p, hw.price_per_hour)
     for note in _notes(p):
         yield f"note: {note}"
 
 
-def _facts(p: _Planned) -> Table:
+def _facts(p: _Planned) -> Iterator[tuple[str, str]]:
     setup, a, job = p.setup, p.setup.architecture, p.config.plan
-    own, itemsize = setup.own, setup.itemsize
-    table = Table.grid(padding=(0, 2))
-    table.add_row("attention", picture(setup.layout))
-    table.add_row(
-        "KV a token", f"{formula(setup.layout, itemsize)} ({setup.layout.bytes_per_token(itemsize) / 1024:.1f} KiB)"
-    )
-    table.add_row("", "2 × layers with keys of their own × KV heads × head width × bytes")
+    layout, own, itemsize = setup.layout, setup.own, setup.itemsize
+    yield "attention", picture(layout)
+    windowed = ", in windowed layers only while inside the window" if _windowed(layout) else ""
+    yield "KV a token", f"{formula(layout, itemsize)} ({layout.bytes_per_token(itemsize) / 1024:.1f} KiB){windowed}"
+    scale = f"; + {SCALE_BYTES}: the float16 scale" if any(layer.bits < 16 for layer in layout.layers) else ""
+    yield "", f"2 × layers with keys of their own × KV heads × head width × bytes{scale}"
     mha = MHA().layout(a.layout, a.heads)
-    if mha.bytes_per_token(itemsize) != setup.layout.bytes_per_token(itemsize):
+    if mha.bytes_per_token(itemsize) != layout.bytes_per_token(itemsize):
         told = f"{mha.bytes_per_token(itemsize) / 1024:.1f} KiB: MHA, where each has a KV head of its own"
-        table.add_row(
-            "", f"the textbook's formula, with all {a.heads} attention heads in all {a.layers} layers, is {told}"
-        )
-    one = setup.layout.sequence_bytes(p.context, itemsize)
-    table.add_row("KV a sequence", _gb(one))
-    table.add_row(f"KV of {p.batch}", f"{_gb(p.batch * one)} ({size(p.batch * one)})")
+        yield "", f"the textbook's formula, with all {a.heads} attention heads in all {a.layers} layers, is {told}"
+    one = layout.sequence_bytes(p.context, itemsize)
+    paged = layout.bytes_per_token(itemsize) * p.context
+    masked = f"; in pages, where windows are masks, {_gb(paged)}" if paged != one else ""
+    yield "KV a sequence", f"{_gb(one)}{masked}"
+    yield f"KV of {p.batch}", f"{_gb(p.batch * one)} ({size(p.batch * one)})"
     if setup.devices > 1:
         held = own.sequence_bytes(p.context, itemsize)
         most = max(layer.kv_heads for layer in own.layers)
-        table.add_row("  on each device", f"{_gb(p.batch * held)}: max(1, KV heads ÷ {setup.devices}) = {most} a layer")
+        yield "  on each device", f"{_gb(p.batch * held)}: max(1, KV heads ÷ {setup.devices}) = {most} a layer"
     stored = f", {getattr(setup.quantiser, 'kind', 'as computed')}"
-    table.add_row("weights stored", f"{_gb(setup.weight_bytes)} ({_billions(parameters(a))} parameters{stored})")
-    room = p.room(setup)
-    kept = f"{_gb(room.memory)} less {_gb(room.reserve)} in reserve (activations, graphs, allocator)"
-    drafts = f", {_gb(room.drafter)} of draft models" if room.drafter else ""
-    table.add_row("headroom", f"{_gb(room.headroom)}: {kept}, {_gb(room.weights)} of weights{drafts}")
-    draft = f", and {_mb(room.draft)} for {p.rows} draft rows" if p.rows else ""
-    draft += f", {_mb(room.drafter_kv)} for its drafter's keys and values" if p.drafters else ""
-    table.add_row(
-        "sequences that fit", f"{room.concurrency:,}: {_mb(room.sequence)} each in pages of {job.page}{draft}"
-    )
+    yield "weights stored", f"{_gb(setup.weight_bytes)} ({_billions(parameters(a))} parameters{stored})"
+    found = p.room(setup)
+    each = "" if setup.devices == 1 else " on each device"
+    kept = f"{_gb(found.memory)} less {_gb(found.reserve)} in reserve (activations, graphs, allocator)"
+    drafts = f", {_gb(found.drafter)} of draft models" if found.drafter else ""
+    yield "headroom", f"{_gb(found.headroom)}{each}: {kept}, {_gb(found.weights)} of weights{drafts}"
+    if found.headroom <= 0:
+        yield "sequences that fit", f"none: {_too_heavy(found)}{each}"
+        return
+    draft = f", and {_mb(found.draft)} for {p.rows} draft rows" if p.rows else ""
+    draft += f", {_mb(found.drafter_kv)} for its drafter's keys and values" if p.drafters else ""
+    pages = f"{_mb(found.sequence)} a sequence{each} in pages of {job.page}{draft}"
+    yield "sequences that fit", f"{_of_batch(found.concurrency, p.batch)}: {pages}"
     plain = p.room(setup, drafting=False).concurrency
-    if plain != room.concurrency:
-        table.add_row("", f"{plain:,} without drafting")
-    waste = 1 - own.bytes_per_token(itemsize) * p.context / room.contiguous
+    if plain != found.concurrency:
+        yield "", f"{plain:,} without drafting"
+    unused = 1 - own.sequence_bytes(p.context, itemsize) / found.contiguous
+    rest = 1 - own.bytes_per_token(itemsize) * p.context / found.sequence
     length = job.max_length or a.max_positions
-    paged = 1 - own.sequence_bytes(p.context, itemsize) / room.sequence
-    table.add_row(
+    slots = " or ".join(f"{n:,}" for n in sorted({layer.held(length) for layer in own.layers}))
+    yield (
         "contiguous",
-        f"{room.contiguous_concurrency:,}: {length:,} slots reserved for each, {_percent(waste)} of them unused "
-        f"(of pages {_percent(paged)})",
+        f"{_of_batch(found.contiguous_concurrency, p.batch)}: {slots} slots reserved for each, {_percent(unused)} of "
+        f"them unused (in pages: {_percent(rest)})",
     )
-    return table
+
+
+def _of_batch(fit: int, batch: int) -> str:
+    return f"{fit:,}" if fit >= batch else f"{fit:,}, so that batch={batch} does not fit"
 
 
 def _times(p: _Planned) -> Table:
@@ -308,30 +343,30 @@ def _split(p: _Planned) -> Iterator[str]:
 
 
 def _layouts(p: _Planned) -> Table:
-    table = columns("layout", "KiB a token", "a sequence", "of native", "fit", "tpot")
+    table = columns("layout", "KiB\na token", "in pages", "fit", "contiguous", "fit", "tpot")
     shown = dict(_LAYOUTS)
     if p.setup.architecture.layers < _PATTERN:
         shown.popitem()
     if (asked := p.config.attention) not in shown.values():
         shown["asked for"] = asked
-    native = p.with_layout(Native()).layout.sequence_bytes(p.context, p.setup.itemsize)
     for name, attention in shown.items():
         setup = p.with_layout(attention)
-        one = setup.layout.sequence_bytes(p.context, setup.itemsize)
+        found = p.room(setup)
         mark = " *" if attention == p.config.attention else ""
         table.add_row(
             name + mark,
-            f"{setup.layout.bytes_per_token(setup.itemsize) / 1024:,.1f}",
-            _mb(one),
-            _percent(one / native),
-            f"{p.room(setup).concurrency:,}",
+            f"{setup.own.bytes_per_token(setup.itemsize) / 1024:,.1f}",
+            _mb(found.sequence),
+            f"{found.concurrency:,}",
+            _mb(found.contiguous),
+            f"{found.contiguous_concurrency:,}",
             seconds(setup.step(p.batch, 1, p.context).seconds(p.peak)),
         )
     return table
 
 
 def _weights(p: _Planned) -> Table:
-    table = columns("weights", "stored", "headroom", "fit", "tpot")
+    table = columns("weights", "stored", "headroom", "fit in pages", "tpot")
     name = str(p.dtype).removeprefix("torch.")
     shown: dict[str, Quantiser | AsStored] = {name: AsStored()}
     shown |= {f"{bits} bits, groups of 64": RTN(bits=bits) for bits in (8, 4)}
@@ -396,7 +431,7 @@ def _price(p: _Planned, price: int | float) -> Iterator[str | Table]:
     hw = p.config.hardware
     hour = price * hw.devices
     table = columns("a million tokens", "roofline", "usual")
-    batch = max(1, min(p.batch, p.room(p.setup).concurrency))
+    batch = min(p.batch, p.room(p.setup).most)
     for name, cost, tokens in (
         ("of a prompt", p.setup.prefill(p.context), p.context),
         (f"decoded, batch {batch}", p.setup.step(batch, 1, p.context), batch),
@@ -408,16 +443,20 @@ def _price(p: _Planned, price: int | float) -> Iterator[str | Table]:
         )
         table.add_row(name, f"{ideal:.3g}", f"{low:.3g} – {high:.3g}")
     yield table
-    yield f"at {hour:g} an hour, while nothing waits"
+    yield f"in the unit of hardware.price_per_hour, at {hour:g} an hour, while nothing waits"
 
 
 def _notes(p: _Planned) -> Iterator[str]:
     config, needs = p.config, p.config.drafting.needs
-    fit = p.room(p.setup).concurrency
-    if fit < p.batch:
-        yield f"batch={p.batch} does not fit: {fit:,} do; times are those of {p.batch} all the same"
-    if any(layer.window is not None for layer in p.setup.layout.layers):
-        yield "windowed layers are counted with min(T, window + sinks) tokens; a run in pages keeps all, and masks them"
+    found = p.room(p.setup)
+    if found.most < p.batch:
+        why = f"{found.most:,} do" if found.headroom > 0 else _too_heavy(found)
+        yield f"batch={p.batch} does not fit: {why}; times are those of {p.batch} all the same"
+    if _windowed(p.setup.layout):
+        yield (
+            "a windowed layer keeps window + sinks tokens where slots are reserved, and times are of those; in pages, "
+            "where windows are masks, it keeps all"
+        )
     if p.context > p.setup.architecture.max_positions:
         yield f"the model's own context ends at {p.setup.architecture.max_positions:,} tokens"
     if needs.prefill_hidden or needs.taps:
@@ -426,6 +465,15 @@ def _notes(p: _Planned) -> Iterator[str]:
         yield f"hardware.flops={config.hardware.flops:g} is taken for this dtype too, and presets are of 16 bits"
     if config.hardware.devices > 1:
         yield "what devices tell each other is not counted"
+
+
+def _windowed(layout: Layout) -> bool:
+    return any(layer.window is not None for layer in layout.layers)
+
+
+def _too_heavy(found: Room) -> str:
+    weights, left = _gb(found.weights + found.drafter), _gb(found.memory - found.reserve)
+    return f"the weights alone take {weights}, and {left} are there for them"
 
 
 def _usual(cost: Cost, p: _Planned) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+from ..attention.cache import rounded
 from ..attention.layout import SCALE_BYTES, LayerKV, Layout
 from ..decoding.cost import DraftCost, Profile
 from ..decoding.model.config import LAYOUT, kind_of, stated_layout
@@ -19,6 +20,7 @@ from ..quantization.none import AsStored
 from ..quantization.quantiser import Quantiser, settings_of
 
 GIGA = 1e9
+_PROJECTIONS = "attention's projections"
 KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 _MOE = {"mixtral": ("num_local_experts", "intermediate_size"), "qwen3_moe": ("num_experts", "moe_intermediate_size")}
 
@@ -171,7 +173,7 @@ def parts(a: Architecture, layout: Layout, itemsize: int, quantiser: Quantiser |
     """All weights of `a` with this layout: layers without keys of their own have none for them. Only linear layers of
     the blocks are quantised, by the names that overrides go by."""
     D = layout.head_dim
-    found = {name: [0, 0] for name in ("attention", "MLP", "experts", "router")}
+    found = {name: [0, 0] for name in (_PROJECTIONS, "MLP", "experts", "router")}
     rest = a.dim  # norms and biases, in elements
     for i, entry in enumerate(layout.layers):
         kv = entry.kv_heads * D
@@ -186,7 +188,7 @@ def parts(a: Architecture, layout: Layout, itemsize: int, quantiser: Quantiser |
         for name, shape in (linear | mlp).items():
             inside = name.startswith("mlp")
             times = a.experts if inside else 1
-            where = found[("experts" if a.experts > 1 else "MLP") if inside else "attention"]
+            where = found[("experts" if a.experts > 1 else "MLP") if inside else _PROJECTIONS]
             where[0] += times * prod(shape)
             where[1] += times * linear_bytes(shape, _scheme(quantiser, f"model.layers.{i}.{name}", shape), itemsize)
         if a.experts > 1:
@@ -261,10 +263,13 @@ def on_each(layout: Layout, devices: int, heads: int) -> Layout:
 
 
 def paged_bytes(layout: Layout, tokens: int, itemsize: int, page: int) -> int:
-    """One sequence in whole pages, those of windowed layers no more than they will see."""
-    return sum(
-        -(-layout.layers[i].held(tokens) // page) * page * layout.layer_bytes(i, itemsize) for i in layout.owners
-    )
+    """One sequence in whole pages, as in a PagedCache: windows are masks there, and save nothing."""
+    return -(-tokens // page) * page * layout.bytes_per_token(itemsize)
+
+
+def contiguous_bytes(layout: Layout, tokens: int, itemsize: int) -> int:
+    """What is reserved for a sequence of up to so many tokens, as in a LayeredCache: a windowed layer has a ring."""
+    return layout.sequence_bytes(rounded(tokens), itemsize)
 
 
 def read_bytes(layout: Layout, tokens: int, itemsize: int) -> int:
@@ -375,13 +380,14 @@ class Setup:
                 active = self.architecture.active / part.experts if part.experts > 1 else 1
                 times = scored if part.name == "unembedding" else rows
                 split[part.name] = 2 * part.elements * active * times / self.devices
-        return split | {"keys and values": seen / self.devices}
+        return split | {"attention over the cache": seen / self.devices}
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """How many sequences fit into one device's memory. In bytes; of one sequence are `sequence`, its tokens in whole
-    pages, `draft`, the rows of a draft, and `drafter_kv`, its drafter's keys and values."""
+    pages, `contiguous`, what is reserved for it instead, `draft`, the rows of a draft, and `drafter_kv`, its drafter's
+    keys and values."""
 
     memory: int | float
     reserve: int | float
@@ -405,6 +411,11 @@ class Room:
     def contiguous_concurrency(self) -> int:
         return self._fit(self.contiguous)
 
+    @property
+    def most(self) -> int:
+        """In the cache that holds more: with windows, that is seldom the one of pages."""
+        return max(self.concurrency, self.contiguous_concurrency)
+
     def _fit(self, sequence: int) -> int:
         return max(0, int(self.headroom // (sequence + self.draft + self.drafter_kv)))
 
@@ -417,9 +428,8 @@ def room(
     own, itemsize = setup.own, setup.itemsize
     reserved = setup.architecture.max_positions if job.max_length is None else job.max_length
     if context > reserved:
-        raise UserError(
-            f"context={context}, but {reserved} tokens are reserved: give a plan.max_length of at least that"
-        )
+        what = f"the model's {reserved:,}" if job.max_length is None else f"plan.max_length={reserved}"
+        raise UserError(f"context={context} is longer than {what}; plan.max_length={context} plans beyond it")
     return Room(
         memory=peak.memory,
         reserve=job.reserve * peak.memory,
@@ -428,7 +438,7 @@ def room(
         sequence=paged_bytes(own, context, itemsize, job.page),
         draft=rows * own.bytes_per_token(itemsize),
         drafter_kv=sum(paged_bytes(d.layout, context, d.itemsize, job.page) for d in drafters),
-        contiguous=own.bytes_per_token(itemsize) * reserved,
+        contiguous=contiguous_bytes(own, reserved, itemsize),
     )
 
 

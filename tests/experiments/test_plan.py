@@ -8,6 +8,7 @@ import pytest
 
 from decodelab.decoding.model.decoder import Decoder
 from decodelab.experiments import hardware
+from decodelab.experiments.architectures import architectures
 from decodelab.experiments.cli import main
 from decodelab.experiments.hardware import Peaks
 from decodelab.tests.enumeration import unchecked
@@ -52,19 +53,25 @@ def test_a_published_model(plan):
     assert "KV a token          2 × 40 × 40 × 128 × 2 = 819,200 B (800.0 KiB)" in told
     assert "KV of 32            53.7 GB (50.0 GiB)" in told
     assert "textbook" not in told  # its attention is MHA
-    assert "27: 1.68 GB each in pages of 16, and 12.3 MB for 15 draft rows" in told
-    assert "13: 4,096 slots reserved for each, 50 % of them unused" in told
+    assert "27, so that batch=32 does not fit: 1.68 GB a sequence in pages of 16, and 12.3 MB for 15 draft" in told
+    assert "13, so that batch=32 does not fit: 4,096 slots reserved for each, 50 % of them unused (in" in told
     assert "note: batch=32 does not fit: 27 do" in told
 
 
 def test_lines_fit_into_a_terminal(plan, monkeypatch):
-    """Sentences wrap between words there, and nowhere else."""
-    known = "model=llama-2-13b", "batch=32", "hardware=h100", "attention=window"
-    assert max(map(len, plan(*known).splitlines())) > 130
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", plan(*known))
-    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 100
+    """Lines end with words there, and a number stays with its unit; so it is in a file."""
+    known = "model=llama-2-13b", "batch=32", "hardware=h100", "attention=layout", RECIPE
+    for columns in ("80", "87", "100"):
+        monkeypatch.setenv("COLUMNS", columns)
+        told = plan(*known)
+        assert "…" not in told
+        lines = told.splitlines()
+        assert max(map(len, lines)) <= int(columns)
+        assert all(line == line.rstrip() for line in lines)
+        assert not [line for line in lines if re.match(r" +(GB|MB|KiB|%|ms)[ ,.)]", line)]
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        assert re.sub(r"\x1b\[[0-9;]*m", "", plan(*known)) == told
+        monkeypatch.delenv("TTY_COMPATIBLE")
 
 
 def test_the_textbooks_formula_is_of_mha(plan):
@@ -79,15 +86,38 @@ def test_layouts_and_bits(plan):
     told = plan("model=llama-3-8b", "hardware=h100", "batch=8", "context=8192", "attention=layout", RECIPE)
     assert "2 × 17 × 1 × (128 × 8 ÷ 8 + 2) = 4,420 B" in told
     assert "layer  0  AaAaABaAaA abAaAaABaA aAabAaAaAB aA" in told
-    lines = {line[:26].strip(): line[26:].split() for line in told.splitlines()}
+    lines = {line[:22].strip(): line[22:].split() for line in told.splitlines()}
     assert lines["native"][:1] == ["128.0"]
     assert lines["mha"][0] == "512.0"
     assert lines["mqa"][0] == "16.0"
     assert lines["cross_layer, share=2"][0] == "64.0"
     assert lines["kv_int8"][0] == "65.0"
     assert lines["kv_int4"][0] == "33.0"
-    assert lines["mqa, hybrid, share=2, int8"][:2] == ["*", "4.3"]
-    assert "note: windowed layers are counted with min(T, window + sinks) tokens" in told
+    assert row(told, "mqa, hybrid, CLA, int8 *")[0].strip() == "4.3"
+    assert "bytes; + 2: the float16 scale" in told
+    assert "note: a windowed layer keeps window + sinks tokens where slots are reserved" in told
+
+
+def test_windows_save_memory_where_slots_are_reserved(plan):
+    """28 layers of 1,024 of 8,192 tokens, at 57,344 bytes a token; 6.37 GB of headroom."""
+    windows = "model=qwen2.5-7b", "hardware=l4", "batch=20", "context=8192", "attention=window", "drafting=none"
+    told = plan(*windows)
+    assert "57,344 B (56.0 KiB), in windowed layers only while inside the window" in told
+    assert "KV a sequence       58.7 MB; in pages, where windows are masks, 469.8 MB" in told
+    assert "13, so that batch=20 does not fit: 469.8 MB a sequence in pages of 16" in told
+    assert "contiguous          108: 1,024 slots reserved for each, 0 % of them unused (in pages: 0 %)" in told
+    cells = [cell.strip() for cell in row(told, "window, size=1024 *")]
+    assert cells[1:5] == ["469.8 MB", "13", "58.7 MB", "108"]
+    assert "note: batch" not in told
+
+
+def test_weights_that_do_not_fit(plan):
+    """Nothing is gained by drafts then, and nothing costs anything; of two models, the last stands."""
+    words = "model=qwen2.5-7b", "model=llama-3-70b", "hardware=l4", "hardware.price_per_hour=1"
+    told = plan(*words)
+    assert told.startswith("llama-3-70b: ")
+    assert "sequences that fit  none: the weights alone take 141.1 GB, and 21.6 GB are there for them\n" in told
+    assert not [what for what in ("T(k)", "contiguous   ", "a million tokens") if f"\n{what}" in told]
 
 
 def test_another_layout_and_quantiser_are_rows_of_their_own(plan):
@@ -145,6 +175,7 @@ def test_prices(plan):
     """At 2 an hour: 2 ÷ 3600 s × 4.56 ms a token × 1e6 = 2.53."""
     told = plan("model=llama-3-8b", "hardware=h100", "hardware.price_per_hour=2", "drafting=none")
     assert row(told, "decoded, batch 1")[0].strip() == "2.53"
+    assert "in the unit of hardware.price_per_hour, at 2 an hour" in told
     assert "a million tokens" not in plan("model=llama-3-8b", "hardware=h100")
 
 
@@ -152,7 +183,8 @@ def test_this_machine_is_measured(plan):
     """The default model's sizes are known before it is here."""
     told = plan("device=cpu", "dtype=float32", "threads=1", "hardware.memory=4")
     assert told.startswith(
-        "smollm2-135m: 1 sequence of 2,048 tokens, computed in float32\n50 GB/s, 1 TFLOP/s, 4.0 GB, this machine"
+        "smollm2-135m: 1 sequence of 2,048 tokens, computed in float32\n50 GB/s, 1 TFLOP/s, 4.0 GB; "
+        "bandwidth and flops are this machine's (cpu, 1 thread)\n"
     )
     assert "2 × 30 × 3 × 64 × 4 = 46,080 B" in told
     assert "10.0 GB, this machine" in plan("device=cpu", "dtype=float32", "threads=1")
@@ -182,8 +214,13 @@ def test_a_config_of_ones_own(plan, tmp_path):
         (["model.path=FILE"], "cannot be read as a config"),
         (["model.path=LIST"], "is no config: it holds a list"),
         (["model=llama-3-8b", "pages.size=8"], "pages.size is of a run: plan counts pages of plan.page=8 tokens"),
+        (["model=llama-3-8b", "output=p"], "output=p is of jobs that write files, and plan prints: leave it out"),
+        (["model=llama-3-8b", "attention.window=5"], "window is an option: attention=window attention.size=…"),
         (["model=llama-3-8b", "context=0"], "context must be at least 1, got 0"),
-        (["model=llama-3-8b", "context=9000"], "context=9000, but 8192 tokens are reserved"),
+        (
+            ["model=llama-3-8b", "context=9000"],
+            "context=9000 is longer than the model's 8,192; plan.max_length=9000 plans beyond it",
+        ),
         (["model=llama-3-8b", "hardware.devices=3"], "hardware.devices=3 does not divide the 32 attention heads"),
         (["model=llama-3-8b", "attention=gqa"], "attention=gqa needs a number of KV heads: attention.kv_heads=2"),
         (["model=llama-3-8b", "attention=gqa", "attention.kv_heads=5"], "32 attention heads cannot share 5 KV heads"),
@@ -200,7 +237,14 @@ def test_what_it_refuses(words, message, capsys, tmp_path):
     ]
     given = [] if any("hardware=" in w for w in words) else ["hardware=h100"]
     assert main(["plan", *named, *given]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert not printed.out
+
+
+def test_help_lists_the_models(capsys):
+    assert main(["plan", "--help"]) == 0
+    assert set(architectures()) <= set(re.findall(r"[^\s,]+", capsys.readouterr().out.partition("MODEL: ")[2]))
 
 
 def test_a_run_does_not_know_what_is_only_a_size(capsys):

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from decodelab.attention.cache import DenseCache
+from decodelab.attention.layered import LayeredCache
 from decodelab.attention.layout import LayerKV, Layout, uniform
 from decodelab.attention.options import MQA, Attention, CrossLayer, Hybrid, LowBits, SinkWindow, Table
+from decodelab.attention.paged import PagedCache
 from decodelab.decoding.cost import break_even_alpha, speedup
 from decodelab.decoding.model.config import ModelConfig, content_of, with_layout
 from decodelab.decoding.model.source import named
 from decodelab.decoding.model.weights import shapes_of
 from decodelab.errors import UserError
+from decodelab.experiments.architectures import architectures
 from decodelab.experiments.compose import groups
 from decodelab.experiments.metrics import decode_flops_per_token
-from decodelab.experiments.plan import architectures
 from decodelab.experiments.planning import (
     Architecture,
     Cost,
@@ -27,6 +29,7 @@ from decodelab.experiments.planning import (
     Setup,
     active_parameters,
     attention_flops,
+    contiguous_bytes,
     drafting_cost,
     formula,
     linear_bytes,
@@ -143,6 +146,15 @@ def test_a_contiguous_cache_is_a_dense_one():
     assert found.contiguous == cache.nbytes
 
 
+@pytest.mark.parametrize("attention", [Hybrid(20, "wf"), SinkWindow(8, 2), LowBits(8)])
+def test_windows_are_rings_in_a_contiguous_cache_and_masks_in_pages(attention):
+    layout, kept = attention.layout(uniform(2, 2, 4), 4), {"dtype": torch.float32, "device": "cpu"}
+    assert contiguous_bytes(layout, 100, 4) == LayeredCache(layout, sequences=1, capacity=100, **kept).nbytes
+    pages = PagedCache(layout, size=16, **kept)
+    pages.reserve(1, 100)
+    assert paged_bytes(layout, 100, 4, 16) == pages.nbytes
+
+
 @pytest.mark.parametrize("quantiser", [RTN(), RTN(8, 32), RTN(3, -1, symmetric=True), HQQ(4, 16)])
 @pytest.mark.parametrize("shape", [(8, 96), (4, 100)])
 def test_quantised_bytes_are_those_of_codes(quantiser, shape):
@@ -157,7 +169,7 @@ def test_what_is_quantised_is_the_blocks():
     by_name = {p.name: p for p in parts(a, a.layout, 2, RTN(4, 8, overrides=overrides))}
     assert by_name["unembedding"].bytes == 2 * 32 * 8
     rows = 4 + 4 + 8  # k, v, o of 8 columns: a row is 4 or 8 bytes of codes, and 3 of its scale and zero
-    assert by_name["attention"].bytes == (8 * 8 * 2 + rows * (4 + 3)) + (8 + rows) * (8 + 3)
+    assert by_name["attention's projections"].bytes == (8 * 8 * 2 + rows * (4 + 3)) + (8 + rows) * (8 + 3)
 
 
 def test_operations_of_a_decoded_token():
@@ -202,13 +214,6 @@ def test_a_shared_cache_is_held_once_and_read_by_each_layer():
     assert read_bytes(shared, 10, 2) == read_bytes(native, 10, 2) == native.sequence_bytes(10, 2)
     low = LowBits(8).layout(uniform(1, 2, 8, [4]), 4)
     assert read_bytes(low, 10, 2) == 4 * 2 * 2 * (8 + 2)
-
-
-def test_whole_pages():
-    layout = Hybrid(20, "wf").layout(uniform(2, 1, 4), 4)
-    one = 2 * 4 * 2
-    assert paged_bytes(layout, 33, 2, 16) == (32 + 48) * one  # 20 of the window in 2 pages, 33 in 3
-    assert paged_bytes(layout, 33, 2, 1) == layout.sequence_bytes(33, 2)
 
 
 def test_experts_touched_are_those_of_every_choice():
@@ -279,7 +284,7 @@ def test_drafts_take_room_of_their_own():
 
 
 def test_what_is_reserved_holds_the_context():
-    with pytest.raises(UserError, match="context=5000, but 4096 tokens are reserved"):
+    with pytest.raises(UserError, match=r"context=5000 is longer than the model's 4,096; plan.max_length=5000 plans"):
         room(setup("llama-2-13b"), H100, PlanJob(), 5000)
     assert room(setup("llama-2-13b"), H100, PlanJob(max_length=8192), 5000).contiguous == 8192 * 819200
 
