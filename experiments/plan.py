@@ -246,6 +246,7 @@ def _told(p: _Planned) -> Iterator[_Told]:
     yield from _split(p)
     yield ""
     yield _layouts(p)
+    yield "KiB: of a token; in pages, contiguous: of a sequence, and how many fit"
     yield "what a model was not trained with costs quality, which is to be measured"
     yield "a shared cache is held once, and read by each of its layers"
     if p.setup.devices > 1:
@@ -343,7 +344,7 @@ def _split(p: _Planned) -> Iterator[str]:
 
 
 def _layouts(p: _Planned) -> Table:
-    table = columns("layout", "KiB\na token", "in pages", "fit", "contiguous", "fit", "tpot")
+    table = columns("layout", "KiB", "in pages", "fit", "contiguous", "fit", "tpot")
     shown = dict(_LAYOUTS)
     if p.setup.architecture.layers < _PATTERN:
         shown.popitem()
