@@ -102,13 +102,10 @@ def _packed(codes: Codes, dtype: torch.dtype) -> tuple[_Packed | None, Int[Tenso
     does, and the weight is dequantised once for all."""
     device, K = codes.codes.device, codes.shape[1]
     if codes.activation_bits is not None:
-        if native.can_pack(dtype, device) and K % native.BLOCK == 0 and (weight := _integers(codes)) is not None:
-            zero = torch.full_like(codes.scale, 128, dtype=torch.uint8)
-            ours = native.pack((weight.short() + 128).to(torch.uint8), codes.scale, zero, K, 8, whole=True)
-            if ours is not None:
-                return ours, None
-        weight = _integers(codes)
-        return (None if weight is None else w8.pack_rounded(weight, codes.scale[:, 0])), None
+        if (weight := _integers(codes)) is None:
+            return None, None
+        whole = _of_whole_rows(weight, codes.scale) if native.can_pack(dtype, device) else None
+        return (w8.pack_rounded(weight, codes.scale[:, 0]) if whole is None else whole), None
     if native.can_pack(dtype, device) and (ours := _native(codes)) is not None:
         return ours
     group = w4.group_of(codes.group_size, K) if codes.bits <= 4 and w4.can_pack(dtype, device) else None
@@ -121,6 +118,15 @@ def _packed(codes: Codes, dtype: torch.dtype) -> tuple[_Packed | None, Int[Tenso
     if w8.can_pack(dtype, device, K) and (weight := _integers(codes)) is not None:
         return w8.pack(weight, codes.scale[:, 0]), None
     return None, None
+
+
+def _of_whole_rows(weight: Int8[Tensor, "N K"], scale: Float[Tensor, "N 1"]) -> native.Packed | None:
+    """What rounds its inputs with one scale a row."""
+    K = weight.shape[1]
+    if K % native.BLOCK:
+        return None
+    zero = torch.full_like(scale, 128, dtype=torch.uint8)
+    return native.pack((weight.short() + 128).to(torch.uint8), scale, zero, K, 8, whole=True)
 
 
 def _native(codes: Codes) -> tuple[native.Packed, Int[Tensor, " K"] | None] | None:
