@@ -60,7 +60,7 @@ COLUMNS: Sequence[Column] = (
     RATE,
     Column("ttft", lambda row: seconds(row.run.number("strategy.ttft_s")), 6),
     Column("tpot", lambda row: seconds(row.run.number("strategy.tpot_s")), 5),
-    Column("prompts found", lambda row: _found(row), 6),
+    Column("prompts found", lambda row: _found(row), 2),
 )
 WEIGHTS = Column("weights in memory", lambda row: size(row.run.number("memory.weights_bytes")), 3)
 MEMORY: Sequence[Column] = (

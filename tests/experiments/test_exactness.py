@@ -218,7 +218,19 @@ def test_a_rule_that_errs_is_broken(kind: str, bench: Any, sabotage: Any, baseli
     assert first["gap"] > 1e-3
 
 
-def test_a_loop_that_errs_alike_without_drafts_is_broken(bench: Any, baseline: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ([], "drafting=none does not emit what the plain decoder emits"),
+        (
+            ["pages.size=4", "pages.share=true"],
+            "drafting=none on shared pages differs from contiguous plain decoding",
+        ),
+    ],
+)
+def test_a_loop_that_errs_alike_without_drafts_is_broken(
+    bench: Any, baseline: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], told: str
+):
     """The oracle is the plain decoder, even where drafting=none is the faster baseline and just as wrong."""
     baseline("drafting=none")
     honest = Greedy.judge
@@ -228,10 +240,10 @@ def test_a_loop_that_errs_alike_without_drafts_is_broken(bench: Any, baseline: A
         return type(verdict)(verdict.path, (verdict.next + 1) % 256)
 
     monkeypatch.setattr(Greedy, "judge", judge)
-    assert bench.run("drafting=none") == 1
+    assert bench.run("drafting=none", *more) == 1
     result = bench.result
     assert result["exactness"]["identical"] == 0
-    assert "copy: drafting=none does not emit what the plain decoder emits" in result["warnings"]
+    assert f"copy: {told}" in result["warnings"]
 
 
 def test_a_rule_that_keeps_whatever_is_drafted_is_broken(bench: Any, monkeypatch: pytest.MonkeyPatch):
