@@ -19,6 +19,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFL
 import jaxtyping
 import pytest
 import torch
+from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import AbstractArray
 from torch.utils._device import _device_constructors
 
@@ -35,7 +36,12 @@ def _of_arrays(hint: Any) -> bool:
 def _gated(part: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(part)
     def call(*args, **kwargs):
-        return (part if jaxtyping.config.jaxtyping_disable else checked)(*args, **kwargs)
+        if jaxtyping.config.jaxtyping_disable:
+            return part(*args, **kwargs)
+        try:
+            return checked(*args, **kwargs)
+        except BeartypeCallHintViolation as error:
+            raise TypeError(str(error)) from error  # as jaxtyping's own errors are
 
     return call
 
