@@ -134,19 +134,24 @@ def pack(codes: UInt8[Tensor, "N K"], bits: int) -> UInt8[Tensor, "N B"]:
         raise ValueError(f"a code is {int(codes.max())}, but {bits} bits hold at most {2**bits - 1}")
     if bits == 8:
         return codes.clone()
-    places = torch.arange(bits, dtype=torch.uint8, device=codes.device)
-    stream = (codes[..., None] >> places & 1).reshape(N, K * bits)
-    stream = torch.nn.functional.pad(stream, (0, -K * bits % 8)).view(N, -1, 8)
-    weights = 2 ** torch.arange(8, dtype=torch.int32, device=codes.device)
-    return (stream.int() * weights).sum(-1).to(torch.uint8)
+    words = _pieces(codes, 8, bits)  # of 8 codes, which take as many bytes as they have bits
+    each = [(words >> 8 * i & 255).to(torch.uint8) for i in range(bits)]
+    return torch.stack(each, -1).flatten(1)[:, : -(-K * bits // 8)].contiguous()
+
+
+def _pieces(parts: UInt8[Tensor, "N P"], count: int, width: int) -> Int[Tensor, "N W"]:
+    """So many of them side by side as one number, `width` bits each, the first one lowest."""
+    each = torch.nn.functional.pad(parts, (0, -parts.shape[1] % count)).view(len(parts), -1, count)
+    words = torch.zeros(each.shape[:2], dtype=torch.int64, device=parts.device)
+    for i in range(count):
+        words |= each[:, :, i].long() << width * i
+    return words
 
 
 def unpack(packed: UInt8[Tensor, "N B"], bits: int, K: int) -> UInt8[Tensor, "N K"]:
     """What `pack` was given."""
     if bits == 8:
         return packed.clone()
-    N = packed.shape[0]
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    stream = (packed[..., None] >> places & 1).view(N, -1)[:, : K * bits].reshape(N, K, bits)
-    weights = 2 ** torch.arange(bits, dtype=torch.int32, device=packed.device)
-    return (stream.int() * weights).sum(-1).to(torch.uint8)
+    words = _pieces(packed, bits, 8)
+    each = [(words >> bits * i & 2**bits - 1).to(torch.uint8) for i in range(8)]
+    return torch.stack(each, -1).flatten(1)[:, :K].contiguous()
