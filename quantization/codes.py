@@ -129,7 +129,7 @@ def stacked(parts: Sequence[Codes]) -> Codes:
 
 def pack(codes: UInt8[Tensor, "N K"], bits: int) -> UInt8[Tensor, "N B"]:
     """A row's codes as one stream of bits without gaps, the lowest bit first; zeros fill the last byte up."""
-    N, K = codes.shape
+    K = codes.shape[1]
     if int(codes.max()) >= 2**bits:  # it would run over into its neighbour (GPTQModel#2963)
         raise ValueError(f"a code is {int(codes.max())}, but {bits} bits hold at most {2**bits - 1}")
     if bits == 8:
