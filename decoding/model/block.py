@@ -16,7 +16,7 @@ from .reading import Product, Weights
 
 
 class Block(nn.Module):
-    """One layer. Linear layers are attributes so that a quantiser can put others in their place."""
+    """One layer."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
         super().__init__()
