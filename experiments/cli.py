@@ -48,7 +48,8 @@ _OF_SWEEPS = ("stop_after_failures", "budget_hours", "rerun")
 def main(argv: Sequence[str] | None = None) -> int:
     """0: fine; 1: a broken or failed run; 2: the user's error; 130: interrupted. A bug keeps its traceback."""
     words = sys.argv[1:] if argv is None else argv
-    _wait_for_threads()
+    if words[:1] != ["peers"]:  # in which others are to run as they do by themselves
+        _wait_for_threads()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal lacks ends no run: it is shown as ?
             stream.reconfigure(errors="replace")

@@ -4,6 +4,7 @@ transformers and llama.cpp on the same weights, threads and tokens."""
 import gc
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,12 @@ from .race import Contender, Forward, Kind, Prompt, race
 RESULT, TURNS = "peers.json", "turns.jsonl"
 SCHEMA = 1
 _DEFAULT = "transformers assisted"  # as it comes
+
+# llama.cpp's threads wait for each other between any two operations, PyTorch's around each
+ASLEEP = (
+    "OMP_WAIT_POLICY={policy}: threads that sleep whenever they wait made llama.cpp 3.4 and transformers 1.6 times as "
+    "slow on 2 cores, so this is no race: unset it"
+)
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,8 @@ def _race(
     loaded.keep(str(first.config.model))
     with Heard() as heard:
         notes = [note for e in some for note in resolve(e.config, base, e.what.task).notes()]
+        if (policy := os.environ.get("OMP_WAIT_POLICY", "")).lower() == "passive":
+            notes.append(ASLEEP.format(policy=policy))
         reason = _no_llama(first, base)
         if reason is not None:
             notes.append(f"llama.cpp was not measured: {reason}")

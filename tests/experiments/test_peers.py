@@ -73,6 +73,7 @@ def test_cells_race_beside_transformers(peers, capsys: pytest.CaptureFixture[str
     assert "llama.cpp was not measured: llama-cpp-python is not installed: pip install 'decodelab[peers]'" in (
         " ".join(told.split())
     )
+    assert "so this is no race: unset it" in " ".join(told.split())  # tests' threads sleep
     assert max(len(line) for line in told.splitlines() if not line.startswith("written to")) <= 80
     for line in (
         "plain w8a8-8",
