@@ -28,9 +28,6 @@ class Packed:
     shifted: bool
     whole: bool = False  # rows of x are rounded with one scale each
 
-    def __call__(self, x: BFloat16[Tensor, "T K"], bias: BFloat16[Tensor, " N"] | None) -> BFloat16[Tensor, "T N"]:
-        return self.product(bias)(x)
-
     def product(self, bias: BFloat16[Tensor, " N"] | None, order: Int32[Tensor, " K"] | None = None) -> Product:
         """`order`: in which x's columns are read."""
         at = [None if each is None else each.data_ptr() for each in (self.data, bias, order)]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -31,21 +30,11 @@ from decodelab.kernels.linear.reference import relative_error
 from decodelab.kernels.native import missing
 from decodelab.quantization.codes import Codes
 from decodelab.quantization.grid import Grid, round_to_nearest
+from decodelab.tests.decoding.model.fused import SIZES as NARROW
 from decodelab.tests.enumeration import unchecked
 from decodelab.tests.rigged import Rigged, ask, thicket
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES = NARROW | {"hidden_size": 128, "intermediate_size": 96, "max_position_embeddings": 1024}
 
 
 def mixed(name: str, weight: Tensor) -> Codes | None:
