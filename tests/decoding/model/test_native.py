@@ -120,7 +120,7 @@ def opened(name: str, model: Decoder, sequences: int) -> Cache:
     return model.open_cache(sequences, 900, pages)
 
 
-PREFIXES = (530, 40, 3)  # over a border of the kernel's splits, and short ones
+PREFIXES = (514, 40, 3)  # a short window looks over a border of the kernel's splits; and short ones
 
 
 @torch.inference_mode()
