@@ -339,16 +339,17 @@ extern "C" int layers(const Call* call) {
                 keep(of, D, pool.bits, key ? pool.k : pool.v, key ? pool.k_scale : pool.v_scale, at + slot);
             });
             team.wait();
-            int64_t tasks = 0, first = 0;
-            for (int p = 0; p < c.part_count; p++) tasks += (int64_t)Hkv * splits_of(c.parts[p]);
+            int64_t keys = 0, at = 0;  // shared by what is read, not by tasks: the last split of a head is a short one
+            for (int p = 0; p < c.part_count; p++) keys += (int64_t)Hkv * (c.parts[p].prefix + c.parts[p].staged);
+            const int64_t begin = share(keys, me, threads), end = share(keys, me + 1, threads);
             for (int p = 0; p < c.part_count; p++) {
-                const Part& part = c.parts[p];
-                const int of_part = splits_of(part);
-                const int64_t begin = share(tasks, me, threads) - first, end = share(tasks, me + 1, threads) - first;
-                const int64_t last = end < (int64_t)Hkv * of_part ? end : (int64_t)Hkv * of_part;
-                for (int64_t task = begin > 0 ? begin : 0; task < last; task++)
-                    attend_task(l, c, p, row, qkv, pool, task / of_part, task % of_part, splits, {sums, tops, values});
-                first += (int64_t)Hkv * of_part;
+                const int of_head = c.parts[p].prefix + c.parts[p].staged;
+                for (int h = 0; h < Hkv; h++, at += of_head)
+                    for (int s = 0; s < splits_of(c.parts[p]); s++) {
+                        const int left = of_head - s * SPLIT;
+                        const int64_t middle = at + s * SPLIT + (left < SPLIT ? left : SPLIT) / 2;
+                        if (begin <= middle && middle < end) attend_task(l, c, p, row, qkv, pool, h, s, splits, {sums, tops, values});
+                    }
             }
             team.wait();
             in = inputs(l.output);

@@ -4,7 +4,7 @@
 #pragma once
 #include "../native.h"
 
-static const int SPLIT = 256;   // keys that one task takes
+static const int SPLIT = 128;   // keys that one task takes
 static const int QUERIES = 8;   // that are handed over together at most, all of one head of keys
 
 struct Sight {
@@ -146,6 +146,8 @@ static void attend_split(const Query* queries, int count, const Keys& keys, cons
             for (int j = 0; j < 16; j++) {
                 const int64_t of = (slots ? slots[at + (j < some ? j : some - 1)] : first + at + (j < some ? j : some - 1)) * D;
                 key[j] = BITS == 16 ? (const uint16_t*)keys.k + of : widened[j];
+                for (int i = 0; i < D * BITS / 8; i += 64)  // values are needed soon
+                    _mm_prefetch((const char*)keys.v + of * BITS / 8 + i, _MM_HINT_T0);
                 if (BITS != 16)
                     for (int i = 0; i < D; i += 32) _mm512_store_si512(widened[j] + i, load32<BITS>(keys.k, of + i));
             }
@@ -188,6 +190,8 @@ static void attend_split(const Query* queries, int count, const Keys& keys, cons
         const __m512i upper = _mm512_set1_epi32(0xffff0000);
         for (int j = 0; j < longest; j++) {
             const int64_t of = (slots ? slots[j] : first + j) * D;
+            for (int i = 0; i < D * BITS / 8; i += 64)  // keys of the next split, where they lie behind these
+                _mm_prefetch((const char*)keys.k + (of + SPLIT * D) * BITS / 8 + i, _MM_HINT_T0);
             floats p[AT_ONCE];
 #pragma GCC unroll 8
             for (int q = 0; q < AT_ONCE; q++) p[q] = all(scores[q][j]);
