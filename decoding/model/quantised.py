@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import UserError
 from ...quantization.codes import Codes
 from ...quantization.formats import FORMATS, QuantisedLayers, layers_of
-from .weights import Stored, StoredTensors, read_json
+from .weights import Copies, Stored, StoredTensors, read_json
 
 CONFIG = "quantization_config"  # the key in config.json
 STATE = "quantising.json"  # in a folder that is being quantised, until it is whole
@@ -55,6 +56,11 @@ class Dequantised(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         layer = name.removesuffix(".weight")
         return self._codes[layer].dequantise() if layer in self._codes else self._stored[name]
+
+    def copied(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if isinstance(self._stored, Copies) and name.removesuffix(".weight") not in self._codes:
+            return self._stored.copied(name, dtype, device)
+        return self[name].to(device=device, dtype=dtype, copy=True)
 
     def __iter__(self) -> Iterator[str]:
         quantised = {f"{layer}." for layer in self._codes}

@@ -13,6 +13,7 @@ from ...kernels.matmul_w4.layer import TritonLinear
 from ...kernels.matmul_w4.op import Weight
 from ...quantization.codes import Codes, alike, stacked
 from ...quantization.linear import Beside, QuantisedLinear, by_triton
+from .weights import Copies
 
 _PIECE = 1 << 22  # elements
 
@@ -37,7 +38,10 @@ class Weights:
 
     def _read(self, name: str, copy: bool) -> Tensor:
         try:
-            tensor = self.tensors[name].to(device=self.device, dtype=self.dtype, copy=copy)
+            if copy and isinstance(self.tensors, Copies):
+                tensor = self.tensors.copied(name, self.dtype, self.device)
+            else:
+                tensor = self.tensors[name].to(device=self.device, dtype=self.dtype, copy=copy)
         except KeyError:
             raise UserError(f"the checkpoint has no {name!r}; it is incomplete or of another model") from None
         self._check_finite(name, tensor)

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -28,6 +30,13 @@ class Stored:
 _MAPPED = 16 << 20  # bytes of a file that are read before it is mapped anew, and what was read of it let go
 
 
+@runtime_checkable
+class Copies(Protocol):
+    """Tensors that are copied without all of what is stored being held beside the copy."""
+
+    def copied(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+
 class StoredTensors(Mapping[str, Tensor]):
     """Tensors of memory-mapped files, each read when it is asked for, in the dtype it is stored in. As long as one is
     held, so is what was read of its file beside it."""
@@ -45,6 +54,17 @@ class StoredTensors(Mapping[str, Tensor]):
         tensor: Tensor = self._open.get_tensor(name)
         self._read += tensor.nbytes
         return tensor
+
+    def copied(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        stored = self._table[name]
+        if not stored.shape or prod(stored.shape) * 4 <= _MAPPED:
+            return self[name].to(device=device, dtype=dtype, copy=True)
+        copy = torch.empty(stored.shape, dtype=dtype, device=device)
+        self._file = self._open = None
+        rows = max(1, _MAPPED // (4 * prod(stored.shape[1:])))
+        for at in range(0, len(copy), rows):
+            copy[at : at + rows] = open_safetensors(stored.file).get_slice(name)[at : at + rows]
+        return copy
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)

@@ -4,13 +4,14 @@
 #include "../native.h"
 
 static const int BLOCK = 32;  // columns of x with one scale
-static const int AHEAD = 2048;  // bytes that are fetched before they are needed
-static const int ROWS = 8;    // of x that are taken at once: what the registers hold
+static const int AHEAD = 6144;  // bytes that are fetched before they are needed
+static const int TILE = 32;   // outputs side by side, in two vectors
+static const int ROWS = 8;    // of x that are taken at once
 
 struct Weight {
-    const uint8_t* data;  // of 16 outputs after the other, and of each group: scales, zeros or shifts, codes
+    const uint8_t* data;  // of a tile after the other, and of each group: scales, zeros or shifts, codes
     int N, K, group;
-    int64_t tile;  // bytes of 16 outputs
+    int64_t tile;  // bytes of one
 };
 
 struct Rounded {
@@ -57,63 +58,72 @@ static void round_groups(const uint16_t* x, const Rounded& to, int t, int K, int
     }
 }
 
+// Tile n of R rows from t on. What is read of x serves two vectors of outputs, and the codes are read in one stream.
 template <int BITS, bool SHIFTED, int R>
 static void tile(const Weight& w, int n, const Rounded& x, int t, const uint16_t* bias, uint16_t* y, int stride) {
     const uint8_t* at = w.data + n * w.tile;
     const int blocks = w.K / BLOCK, groups = w.K / w.group;
     const int8_t* values = x.values + (int64_t)t * w.K;
     const float *scales = x.scales + (int64_t)t * blocks, *sums = x.sums + (int64_t)t * groups;
-    floats total[R] = {};
+    floats total[2 * R] = {};
     for (int g = 0, block = 0; g < groups; g++) {
-        const floats scale = from_half((const uint16_t*)at);
-        const floats shift = SHIFTED ? from_half((const uint16_t*)(at + 32)) : -scale * from_bytes(at + 32);
-        at += SHIFTED ? 64 : 48;
-        floats part[R] = {};
+        const uint8_t* head = at;
+        at += TILE * (SHIFTED ? 4 : 3);
+        floats part[2 * R] = {};
         for (int end = block + w.group / BLOCK; block < end; block++) {
-            ints sum[R] = {};
+            ints sum[2 * R] = {};
             const int8_t* four = values + block * BLOCK;
 #pragma GCC unroll 8
             for (int k = 0; k < BLOCK; k += BITS == 4 ? 8 : 4) {
-                const bytes codes = *(const bytes*)at;
+                const bytes codes[2] = {*(const bytes*)at, *(const bytes*)(at + 64)};
                 _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
-                at += 64;
-                if (BITS == 4) {
-                    const bytes low = codes & 15, high = codes >> 4;
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) {
-                        sum[r] = dot4(sum[r], low, four + (int64_t)r * w.K + k);
-                        sum[r] = dot4(sum[r], high, four + (int64_t)r * w.K + k + 4);
-                    }
-                } else {
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) sum[r] = dot4(sum[r], codes, four + (int64_t)r * w.K + k);
-                }
+                _mm_prefetch((const char*)at + AHEAD + 64, _MM_HINT_T0);
+                at += 128;
+#pragma GCC unroll 16
+                for (int j = 0; j < 2 * R; j++)
+                    sum[j] = dot4(sum[j], BITS == 4 ? codes[j % 2] & 15 : codes[j % 2], four + (int64_t)(j / 2) * w.K + k);
+                if (BITS == 4)
+#pragma GCC unroll 16
+                    for (int j = 0; j < 2 * R; j++) sum[j] = dot4(sum[j], codes[j % 2] >> 4, four + (int64_t)(j / 2) * w.K + k + 4);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                part[r] = __builtin_convertvector(sum[r], floats) * scales[(int64_t)r * blocks + block] + part[r];
+#pragma GCC unroll 16
+            for (int j = 0; j < 2 * R; j++)
+                part[j] = __builtin_convertvector(sum[j], floats) * scales[(int64_t)(j / 2) * blocks + block] + part[j];
         }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const floats scale = from_half((const uint16_t*)head + 16 * i);
+            const floats shift = SHIFTED ? from_half((const uint16_t*)(head + 2 * TILE) + 16 * i) : -scale * from_bytes(head + 2 * TILE + 16 * i);
 #pragma GCC unroll 8
+            for (int j = i; j < 2 * R; j += 2) {
+                total[j] = part[j] * scale + total[j];
+                total[j] = shift * sums[(int64_t)(j / 2) * groups + g] + total[j];
+            }
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        const int first = n * TILE + i * 16, left = w.N - first < 16 ? w.N - first : 16;
+        if (left <= 0) break;
+        uint16_t whole[16] = {};
+        if (bias) memcpy(whole, bias + first, 2 * left);
+        const floats added = from_bf16(whole);
         for (int r = 0; r < R; r++) {
-            total[r] = part[r] * scale + total[r];
-            total[r] = shift * sums[(int64_t)r * groups + g] + total[r];
+            to_bf16(total[2 * r + i] + added, whole);
+            memcpy(y + (int64_t)(t + r) * stride + first, whole, 2 * left);
         }
     }
-    const int first = n * 16, left = w.N - first;
-    uint16_t whole[16] = {};
-    if (bias) memcpy(whole, bias + first, 2 * (left < 16 ? left : 16));
-    const floats added = from_bf16(whole);
-    for (int r = 0; r < R; r++) {
-        uint16_t* out = y + (int64_t)(t + r) * stride + first;
-        to_bf16(total[r] + added, whole);
-        memcpy(out, whole, 2 * (left < 16 ? left : 16));
-    }
 }
 
-template <int BITS, bool SHIFTED, int R = ROWS>
-static void rows(const Weight& w, int n, const Rounded& x, int t, int T, const uint16_t* bias, uint16_t* y, int stride) {
-    for (; T - t >= R; t += R) tile<BITS, SHIFTED, R>(w, n, x, t, bias, y, stride);
-    if constexpr (R > 1)
-        if (t < T) rows<BITS, SHIFTED, R - 1>(w, n, x, t, T, bias, y, stride);
+// Tiles `first` to `end` of all T rows.
+template <int BITS, bool SHIFTED>
+static void tiles(const Weight& w, int first, int end, const Rounded& x, int T, const uint16_t* bias, uint16_t* y, int stride) {
+    static constexpr decltype(&tile<BITS, SHIFTED, 1>) of[ROWS] = {tile<BITS, SHIFTED, 1>, tile<BITS, SHIFTED, 2>, tile<BITS, SHIFTED, 3>,
+                                                                   tile<BITS, SHIFTED, 4>, tile<BITS, SHIFTED, 5>, tile<BITS, SHIFTED, 6>,
+                                                                   tile<BITS, SHIFTED, 7>, tile<BITS, SHIFTED, 8>};
+    const int passes = (T + ROWS - 1) / ROWS;
+    for (int n = first; n < end; n++)
+        for (int p = 0; p < passes; p++) {
+            const int t = share(T, p, passes), rows = share(T, p + 1, passes) - t;
+            of[rows - 1](w, n, x, t, bias, y, stride);
+        }
 }
-

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..native import Product, library
 
-BLOCK, TILE = 32, 16
+BLOCK, TILE = 32, 32
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -19,7 +19,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`data` [tiles, G, bytes]: of 16 outputs and each group their scales, zeros or shifts, and codes."""
+    """`data` [tiles, G, bytes]: of 32 outputs and each group their scales, zeros or shifts, and codes."""
 
     data: UInt8[Tensor, "n G B"]
     shape: tuple[int, int]
@@ -46,7 +46,7 @@ class Packed:
         zero = self.data[:, :, 2 * TILE : head].contiguous()
         codes = self.data[:, :, head:]
         if self.bits == 4:
-            codes = torch.stack([codes.unflatten(2, (-1, 64)) & 15, codes.unflatten(2, (-1, 64)) >> 4], 3)
+            codes = torch.stack([codes.unflatten(2, (-1, 4 * TILE)) & 15, codes.unflatten(2, (-1, 4 * TILE)) >> 4], 3)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         # [tile, group, four columns, output, column]
         each = codes.reshape(tiles, G, -1, TILE, 4).to(wide)

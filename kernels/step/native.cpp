@@ -114,7 +114,8 @@ static Inputs inputs_of(Taken& from, const Fused& f, int T) {
 }
 
 // Columns that are rounded together, of which each part's groups are whole ones; of an ordered part: all.
-static int unit_of(const Fused& f, int least) {
+static int unit_of(const Fused& f) {
+    const int K = f.parts[0].K, least = K % 256 ? 32 : 256;
     int unit = least;
     for (int i = 0; i < f.count; i++) {
         const Product& p = f.parts[i];
@@ -122,20 +123,21 @@ static int unit_of(const Fused& f, int least) {
         if (p.order) return p.K;
         while (unit % p.group) unit += least;
     }
-    return f.parts[0].K % unit ? f.parts[0].K : unit;
+    return K % unit ? K : unit;
 }
 
 static void multiply(const Fused& f, const Inputs& in, const uint16_t* x, int T, uint16_t* y, int me, int threads) {
     for (int i = 0, at = 0; i < f.count; at += f.parts[i++].N) {
         const Product& p = f.parts[i];
-        const int tiles = (p.N + 15) / 16, first = share(tiles, me, threads), end = share(tiles, me + 1, threads);
+        const int width = p.bits == 16 ? 16 : TILE, n = (p.N + width - 1) / width;
+        const int first = share(n, me, threads), end = share(n, me + 1, threads);
         if (p.bits == 16) {
             dense((const uint16_t*)p.data, p.bias, p.K, first * 16, end * 16 < p.N ? end * 16 : p.N, x, T, y + at, f.N);
             continue;
         }
-        const Weight w = {p.data, p.N, p.K, p.group, (int64_t)(p.K / p.group) * ((p.shifted ? 64 : 48) + p.group * 2 * p.bits)};
-        auto* codes = p.bits == 4 ? (p.shifted ? rows<4, true> : rows<4, false>) : (p.shifted ? rows<8, true> : rows<8, false>);
-        for (int n = first; n < end; n++) codes(w, n, in.parts[i], 0, T, p.bias, y + at, f.N);
+        const int64_t bytes = (int64_t)(p.K / p.group) * (TILE * (p.shifted ? 4 : 3) + p.group * TILE * p.bits / 8);
+        auto* of = p.bits == 4 ? (p.shifted ? tiles<4, true> : tiles<4, false>) : (p.shifted ? tiles<8, true> : tiles<8, false>);
+        of({p.data, p.N, p.K, p.group, bytes}, first, end, in.parts[i], T, p.bias, y + at, f.N);
     }
 }
 
@@ -388,7 +390,7 @@ extern "C" int layers(const Call* call) {
             multiply(l.gate_up, in, normed, T, both, me, threads);
             team.wait();
             in = inputs(l.down);
-            const int unit = unit_of(l.down, 32), units = c.mlp / unit;
+            const int unit = unit_of(l.down), units = c.mlp / unit;
             mine((int64_t)T * units, [&](int64_t item) {
                 const int t = item / units, at = item % units * unit;
                 gate(both + (int64_t)t * 2 * c.mlp, c.mlp, at, at + unit, gated + (int64_t)t * c.mlp);

@@ -138,6 +138,21 @@ def test_what_was_read_of_a_file_is_let_go(folder: Path, monkeypatch: pytest.Mon
     assert read.data_ptr() != known[names[0]].data_ptr()
 
 
+def test_a_copy_is_made_in_pieces_that_are_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, tensors = [], opened(folder).tensors()
+    whole = {name: tensors[name].to(torch.bfloat16) for name in tensors}
+    open_file = weights.open_safetensors
+    monkeypatch.setattr(weights, "open_safetensors", lambda file: files.append(file) or open_file(file))
+    rows, columns = whole["lm_head.weight"].shape
+    monkeypatch.setattr(weights, "_MAPPED", 3 * 4 * columns)
+    assert isinstance(tensors, weights.Copies)
+    for name, tensor in whole.items():
+        files.clear()
+        assert torch.equal(tensors.copied(name, torch.bfloat16, torch.device("cpu")), tensor), name
+        if tensor.shape == (rows, columns):
+            assert len(files) == -(-rows // 3), name
+
+
 def test_the_second_call_finds_the_same(folder: Path) -> None:
     first, again = opened(folder), opened(folder)
     assert first.config.to_dict() == again.config.to_dict()
