@@ -124,7 +124,7 @@ class Decoder(nn.Module):
             step = "launched" if self._graphs is None else self._graphs.recorder.name
             return {"linear": ", ".join(products), "attention": self._fused.attention, "step": step}
         if self._native is not None:
-            attention = "native, prefill torch sdpa"
+            attention = "native"
         elif self.device.type == "cpu":
             attention = "row-wise float32" if row_invariant() else "row-wise float32, not row-invariant"
         return {"linear": ", ".join(products), "attention": attention}
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
             return self._scored(step, rows.tokens.to(self.device, non_blocking=True), wanted, taps, order)
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}
-        if self._native is not None and self._native.takes(place):
+        if self._native is not None:
             x = self._natively(x, order, cache, place, hidden, taps)
         else:
             cos, sin = self.cos[place.positions], self.sin[place.positions]

@@ -16,6 +16,9 @@ from .block import Block
 from .config import ModelConfig
 
 
+_MOST = 512  # rows that go through all layers together: what they need of room beside weights and keys is bounded
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLayers:
     """What all forwards of one decoder share; `layers` point into `blocks`."""
@@ -45,10 +48,6 @@ class NativeLayers:
             found[i] = Layer(*map(Fused.of, each), *norms, b.eps, b.scale, *heads)
         return NativeLayers(c, blocks, found)
 
-    def takes(self, place: Placement) -> bool:
-        """Whether this forward is one of those that it computes: of few rows."""
-        return not any(part.causal for part in place.parts)
-
     def __call__(
         self,
         x: BFloat16[Tensor, "T dim"],
@@ -60,13 +59,20 @@ class NativeLayers:
     ) -> BFloat16[Tensor, "T dim"]:
         """The stream behind the layers `order`. `cos`, `sin`: of all positions."""
         c, x, lies = self.config, x.clone(), cache.lying(place.parts)
-        parts = (Part * len(place.parts))()
-        for at, part in zip(parts, place.parts, strict=True):
-            at.sees = part.sees.ctypes.data
-            at.first, at.stop, at.prefix, at.staged = part.first, part.stop, part.committed, len(part.sees)
-        numbers = (ctypes.c_int32 * len(order))(*order)
-        addresses = (ctypes.addressof(each) for each in (self.layers, lies.pools, lies.places, numbers, parts))
-        tensors = (each.data_ptr() for each in (place.positions, cos, sin, x))
-        sizes = (len(order), len(parts), len(x), c.dim, c.head_dim, c.mlp_dim, torch.get_num_threads())
-        run(Call(*addresses, *tensors, *sizes))
+        prompt = all(part.causal for part in place.parts)
+        numbers, cut = (ctypes.c_int32 * len(order))(*order), -(-len(x) // _MOST)
+        for i in range(cut):
+            a, b = len(x) * i // cut, len(x) * (i + 1) // cut
+            parts = (Part * len(place.parts))()
+            for at, part in zip(parts, place.parts, strict=True):
+                first, stop = (min(max(row, a), b) for row in (part.first, part.stop))
+                if first == stop:
+                    continue
+                staged = part.stop - part.first if part.causal else len(part.sees)
+                at.sees, at.width = None if part.causal else part.sees.ctypes.data, len(part.sees)
+                at.first, at.stop, at.prefix, at.staged = first - a, stop - a, part.committed, staged - part.stop + stop
+            addresses = (ctypes.addressof(each) for each in (self.layers, lies.pools, lies.places, numbers, parts))
+            tensors = (each.data_ptr() for each in (place.positions[a:b], cos, sin, x[a:b]))
+            sizes = (len(order), len(parts), b - a, c.dim, c.head_dim, c.mlp_dim, torch.get_num_threads(), prompt)
+            run(Call(*addresses, *tensors, *sizes))
         return x

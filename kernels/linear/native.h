@@ -1,7 +1,13 @@
 // y = x Wᵀ + b over a weight [N, K] in bfloat16 as a checkpoint has it. Sums are in float32, of each output in one order,
 // whatever the number of rows and threads.
+//
+// Few rows are read as they lie and summed in the lanes of a vector. Many rows, as prompts have, are worth turning a piece
+// of the weight about first, so that lanes are outputs: there sums have an order of their own.
 #pragma once
 #include "../native.h"
+
+static const int WIDE = 12;    // of many rows, those that are taken at once
+static const int CHUNK = 256;  // columns of the piece
 
 // O outputs of R rows at once, as many as the registers hold; of those that are missing, the last one stands in. The
 // weight is fetched before it is needed: ALONG bytes ahead in the order in which it lies, or 0: the next O outputs.
@@ -58,4 +64,89 @@ static void dense(const uint16_t* weight, const uint16_t* bias, int K, int first
     else if (T > 5 && T <= 8 && K <= 1024) each = dense_outputs<3, 8, 8192>;
     else each = (T + 3) / 4 > (T + 4) / 5 ? dense_outputs<5, 5> : dense_outputs<6, 4>;
     each(weight, bias, K, first, stop, x, T, y, stride);
+}
+
+// Sixteen pairs of neighbouring columns of sixteen rows: pair j of all of them to `to` + j · 32.
+static inline void turned(const uint16_t* const row[16], int k, uint32_t* to) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(row[i] + k);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    // a[4 q + j] has of rows 4q … 4q+3 the pairs j, 4 + j, 8 + j, 12 + j
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512i p = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), q = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i r = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88), s = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_si512(to + j * 32, _mm512_shuffle_i32x4(p, r, 0x88));
+        _mm512_storeu_si512(to + (4 + j) * 32, _mm512_shuffle_i32x4(q, s, 0x88));
+        _mm512_storeu_si512(to + (8 + j) * 32, _mm512_shuffle_i32x4(p, r, 0xdd));
+        _mm512_storeu_si512(to + (12 + j) * 32, _mm512_shuffle_i32x4(q, s, 0xdd));
+    }
+}
+
+// R rows by a piece of n columns and 32 outputs, onto sums [R, 32], or from 0.
+template <int R>
+static void wide_block(const uint32_t* piece, int n, const uint16_t* x, int K, float* sums, bool first) {
+    floats sum[2 * R];
+#pragma GCC unroll 32
+    for (int j = 0; j < 2 * R; j++) sum[j] = first ? (floats){} : *(floats*)(sums + 16 * j);
+    const uint16_t* row[R];
+    for (int r = 0; r < R; r++) row[r] = x + (int64_t)r * K;
+    for (int k = 0; k < n; k += 2) {
+        const __m512i left = _mm512_loadu_si512(piece + k * 16), right = _mm512_loadu_si512(piece + k * 16 + 16);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            memcpy(&pair, row[r] + k, 4);
+            const __m512i each = _mm512_set1_epi32(pair);
+            sum[2 * r] = dot2(sum[2 * r], left, each);
+            sum[2 * r + 1] = dot2(sum[2 * r + 1], right, each);
+        }
+    }
+#pragma GCC unroll 32
+    for (int j = 0; j < 2 * R; j++) *(floats*)(sums + 16 * j) = sum[j];
+}
+
+// Up to 32 outputs of T rows, at least 64. `sums`: room for [T, 32]; `then`: the weight that is multiplied next.
+static void dense_many(const uint16_t* weight, const uint16_t* bias, int K, int outputs, const uint16_t* then, const uint16_t* x, int T,
+                       uint16_t* y, int64_t stride, float* sums) {
+    alignas(64) uint32_t piece[CHUNK / 2 * 32];
+    const int passes = (T + WIDE - 1) / WIDE, lines = 32 * CHUNK / 32;
+    for (int k = 0; k < K; k += CHUNK) {
+        const int n = K - k < CHUNK ? K - k : CHUNK;
+        for (int half = 0; half < 32; half += 16) {
+            const uint16_t* row[16];
+            for (int i = 0; i < 16; i++) row[i] = weight + (int64_t)(half + i < outputs ? half + i : outputs - 1) * K + k;
+            for (int j = 0; j < n; j += 32) turned(row, j, piece + j * 16 + half);
+        }
+        const uint16_t* next = k + CHUNK < K ? weight + k + CHUNK : then;
+        for (int p = 0; p < passes; p++) {
+            const int t = share(T, p, passes), rows = share(T, p + 1, passes) - t;
+            for (int line = share(lines, p, passes), end = share(lines, p + 1, passes); line < end; line++)
+                _mm_prefetch((const char*)(next + (int64_t)(line / (CHUNK / 32)) * K + line % (CHUNK / 32) * 32), _MM_HINT_T1);
+            auto* of = rows == WIDE ? wide_block<WIDE> : rows == WIDE - 1 ? wide_block<WIDE - 1> : wide_block<WIDE - 2>;
+            of(piece, n, x + (int64_t)t * K + k, K, sums + t * 32, k == 0);
+        }
+    }
+    for (int i = 0; i < outputs; i += 16) {
+        const int left = outputs - i < 16 ? outputs - i : 16;
+        uint16_t some[16] = {};
+        if (bias) memcpy(some, bias + i, 2 * left);
+        const floats added = from_bf16(some);
+        for (int t = 0; t < T; t++) {
+            to_bf16(*(floats*)(sums + t * 32 + i) + added, some);
+            memcpy(y + t * stride + i, some, 2 * left);
+        }
+    }
 }

@@ -56,11 +56,11 @@ class Place(ctypes.Structure):
 
 class Part(ctypes.Structure):
     """Rows `first` to `stop` of a forward are the last staged ones of a sequence, of which `prefix` are committed and
-    `staged` staged. `sees` [staged, staged]: bytes."""
+    `staged` staged. `sees` [.., width]: bytes; null where each sees all before it."""
 
     _fields_ = (
         ("sees", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("first", "stop", "prefix", "staged")),
+        *((name, ctypes.c_int32) for name in ("first", "stop", "prefix", "staged", "width")),
     )
 
 
@@ -75,14 +75,15 @@ class Lies:
 
 
 class Call(ctypes.Structure):
-    """One forward of the layers `order`; x [T, dim] goes in and comes out."""
+    """One forward of the layers `order`; x [T, dim] goes in and comes out. `prompt`: of 64 rows or more, whose sums may
+    be in another order than those of fewer."""
 
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
             for name in ("layers", "pools", "places", "order", "parts", "positions", "cos", "sin", "x")
         ),
-        *((name, ctypes.c_int32) for name in ("count", "part_count", "T", "dim", "head_dim", "mlp", "threads")),
+        *((name, ctypes.c_int32) for name in ("count", "part_count", "T", "dim", "head_dim", "mlp", "threads", "prompt")),
     )
 
 

@@ -30,9 +30,10 @@ struct Layer {
 };
 
 struct Part {  // the rows of one sequence: the last ones staged of it
-    const uint8_t* sees;              // [staged, staged]
-    int32_t first, stop;              // of the forward
-    int32_t prefix, staged;           // keys of it
+    const uint8_t* sees;     // [.., width]: which of its staged rows see which; null: each sees those before it
+    int32_t first, stop;     // of the forward
+    int32_t prefix, staged;  // keys of it
+    int32_t width;
 };
 
 struct Call {
@@ -44,7 +45,7 @@ struct Call {
     const int64_t* positions;           // [T]
     const uint16_t *cos, *sin;          // [P, D]; sin with the sign of the half that is turned
     uint16_t* x;                        // [T, dim]: in and out
-    int32_t count, part_count, T, dim, head_dim, mlp, threads;
+    int32_t count, part_count, T, dim, head_dim, mlp, threads, prompt;  // prompt: sums in whatever order is fast
 };
 
 struct Room {
@@ -126,18 +127,40 @@ static int unit_of(const Fused& f) {
     return K % unit ? K : unit;
 }
 
+static void multiply_codes(const Product& p, const Rounded& x, int first, int end, int T, uint16_t* y, int stride) {
+    const int64_t bytes = (int64_t)(p.K / p.group) * (TILE * (p.shifted ? 4 : 3) + p.group * TILE * p.bits / 8);
+    auto* of = p.bits == 4 ? (p.shifted ? tiles<4, true> : tiles<4, false>) : (p.shifted ? tiles<8, true> : tiles<8, false>);
+    of({p.data, p.N, p.K, p.group, bytes}, first, end, x, T, p.bias, y, stride);
+}
+
+static int tiles_of(const Product& p) { return (p.N + TILE - 1) / TILE; }
+
 static void multiply(const Fused& f, const Inputs& in, const uint16_t* x, int T, uint16_t* y, int me, int threads) {
     for (int i = 0, at = 0; i < f.count; at += f.parts[i++].N) {
         const Product& p = f.parts[i];
-        const int width = p.bits == 16 ? 16 : TILE, n = (p.N + width - 1) / width;
-        const int first = share(n, me, threads), end = share(n, me + 1, threads);
-        if (p.bits == 16) {
-            dense((const uint16_t*)p.data, p.bias, p.K, first * 16, end * 16 < p.N ? end * 16 : p.N, x, T, y + at, f.N);
+        const int first = share(tiles_of(p), me, threads), end = share(tiles_of(p), me + 1, threads);
+        if (p.bits != 16) multiply_codes(p, in.parts[i], first, end, T, y + at, f.N);
+        else dense((const uint16_t*)p.data, p.bias, p.K, first * TILE, end * TILE < p.N ? end * TILE : p.N, x, T, y + at, f.N);
+    }
+}
+
+// Of a prompt: tiles are taken as threads come to them. `sums`: room for [T, 32].
+static void multiply_many(const Fused& f, const Inputs& in, const uint16_t* x, int T, uint16_t* y, std::atomic<int>& next, float* sums) {
+    int count = 0;
+    for (int i = 0; i < f.count; i++) count += tiles_of(f.parts[i]);
+    for (int tile = next++, then; tile < count; tile = then) {
+        then = next++;
+        int i = 0, at = 0, n = tile;
+        for (; n >= tiles_of(f.parts[i]); at += f.parts[i++].N) n -= tiles_of(f.parts[i]);
+        const Product& p = f.parts[i];
+        if (p.bits != 16) {
+            multiply_codes(p, in.parts[i], n, n + 1, T, y + at, f.N);
             continue;
         }
-        const int64_t bytes = (int64_t)(p.K / p.group) * (TILE * (p.shifted ? 4 : 3) + p.group * TILE * p.bits / 8);
-        auto* of = p.bits == 4 ? (p.shifted ? tiles<4, true> : tiles<4, false>) : (p.shifted ? tiles<8, true> : tiles<8, false>);
-        of({p.data, p.N, p.K, p.group, bytes}, first, end, in.parts[i], T, p.bias, y + at, f.N);
+        const uint16_t* weight = (const uint16_t*)p.data + (int64_t)n * TILE * p.K;
+        const int first = n * TILE, outputs = p.N - first < TILE ? p.N - first : TILE;
+        dense_many(weight, p.bias ? p.bias + first : nullptr, p.K, outputs, weight + (int64_t)(then - tile) * TILE * p.K, x, T, y + at + first,
+                   f.N, sums);
     }
 }
 
@@ -183,19 +206,24 @@ struct Row {
 
 static int splits_of(const Part& part) { return (part.prefix + part.staged + SPLIT - 1) / SPLIT; }
 
-// All rows of a part over split s of the keys of head h; `out`: those of row 0, head 0 and split 0 of `splits`.
-static void attend_task(const Layer& l, const Call& c, int p, const Row* row, const uint16_t* qkv, const Pool& pool, int h, int s,
-                        int splits, Partial out) {
+// The rows `from` to `to` of a part over split s of the keys of head h; `out`: those of row `from`, head 0 and split 0 of
+// `splits`.
+static void attend_task(const Layer& l, const Call& c, int p, int from, int to, const Row* row, const uint16_t* qkv, const Pool& pool,
+                        int h, int s, int splits, Partial out) {
     const Part& part = c.parts[p];
     const Place& place = c.places[pool.kind * c.part_count + p];
     const Attend attend = attend_of(c.head_dim, pool.bits);
     const int D = c.head_dim, G = l.heads / l.kv_heads, begin = s * SPLIT, W = l.sight.window;
     const int64_t head = h * pool.slots, bytes = head * D * pool.bits / 8;
     const Keys keys = {(const uint8_t*)pool.k + bytes, (const uint8_t*)pool.v + bytes, pool.k_scale + head, pool.v_scale + head};
+    const bool runs = straight(place);
     int32_t slots[SPLIT];
-    const int known = part.prefix - begin < SPLIT ? part.prefix - begin : SPLIT;  // committed keys of the split
-    if (!straight(place))
-        for (int j = 0; j < known; j++) slots[j] = (int32_t)committed_slot(place, begin + j);
+    int listed = 0;  // of the split's keys in the order of their numbers: those whose slots are known
+    auto list = [&](int n) {
+        for (; listed < n; listed++)
+            slots[listed] = (int32_t)(begin + listed < part.prefix ? committed_slot(place, begin + listed)
+                                                                   : staged_slot(place, part.prefix, begin + listed - part.prefix));
+    };
     Query queries[QUERIES];
     int count = 0;
     auto flush = [&](bool direct) {
@@ -203,33 +231,55 @@ static void attend_task(const Layer& l, const Call& c, int p, const Row* row, co
         count = 0;
     };
     bool before = true;  // whether the queries at hand take their keys one after the other
-    for (int t = part.first; t < part.stop; t++) {
+    for (int t = part.first > from ? part.first : from; t < part.stop && t < to; t++) {
         const int n = row[t].position + 1 - begin < SPLIT ? row[t].position + 1 - begin : SPLIT;
         if (n <= 0) continue;
         const bool unseen = W >= 0 && begin + n <= row[t].position - W + 1 && begin >= l.sight.sink;
-        const bool direct = straight(place) && (row[t].straight || n <= known), alone = !direct && n > known;
+        const bool alone = !row[t].straight && begin + n > part.prefix, direct = runs && !alone;
         if (unseen || alone || direct != before) flush(before);
         if (alone) {
-            if (straight(place))
-                for (int j = 0; j < known; j++) slots[j] = (int32_t)committed_slot(place, begin + j);
-            for (int j = known > 0 ? known : 0; j < n; j++)
+            const int known = part.prefix - begin > 0 ? part.prefix - begin : 0;
+            list(known);
+            for (int j = known; j < n; j++)
                 slots[j] = (int32_t)staged_slot(place, part.prefix, row[t].ancestors[begin + j - part.prefix]);
+            listed = known;
+        } else if (!direct) {
+            list(n);
         }
         for (int g = 0; g < G; g++) {
-            const int64_t to = ((int64_t)t * l.heads + h * G + g) * splits + s;
+            const int64_t at = ((int64_t)(t - from) * l.heads + h * G + g) * splits + s;
             if (unseen) {
-                out.sum[to] = 0;
-                out.most[to] = -INFINITY;
+                out.sum[at] = 0;
+                out.most[at] = -INFINITY;
                 continue;
             }
             queries[count++] = {qkv + (int64_t)t * l.qkv.N + (h * G + g) * D, n, row[t].position,
-                                {out.sum + to, out.most + to, out.values + to * D}};
+                                {out.sum + at, out.most + at, out.values + at * D}};
             if (count == QUERIES) flush(direct);
         }
         if (alone) flush(false);
-        before = alone ? true : direct;
+        before = alone || direct;
     }
     flush(before);
+}
+
+// What `of_row` splits of a row say, of all heads.
+static void merge(const Layer& l, int of_row, int D, int splits, Partial of, uint16_t* y) {
+    for (int h = 0; h < l.heads; h++, of.sum += splits, of.most += splits, of.values += (int64_t)splits * D) {
+        float top = -INFINITY, whole = 0, weight[of_row];
+        for (int s = 0; s < of_row; s++) top = of.most[s] > top ? of.most[s] : top;
+        for (int s = 0; s < of_row; s++) {
+            weight[s] = of.most[s] > -INFINITY ? expf(of.most[s] - top) : 0;
+            whole = weight[s] * of.sum[s] + whole;
+        }
+        const floats by = all(whole > 0 ? 1.f / whole : whole);
+        for (int d = 0; d < D; d += 16) {
+            floats sum = {};
+            for (int s = 0; s < of_row; s++)
+                if (weight[s] != 0) sum = all(weight[s]) * *(floats*)(of.values + (int64_t)s * D + d) + sum;
+            to_bf16(sum * by, y + h * D + d);
+        }
+    }
 }
 
 extern "C" int layers(const Call* call) {
@@ -245,11 +295,12 @@ extern "C" int layers(const Call* call) {
     for (int p = 0; p < c.part_count; p++) {
         const int keys = c.parts[p].prefix + c.parts[p].staged;
         longest = keys > longest ? keys : longest;
-        staged += (c.parts[p].stop - c.parts[p].first) * c.parts[p].staged;
+        if (c.parts[p].sees) staged += (c.parts[p].stop - c.parts[p].first) * c.parts[p].staged;
     }
     const int splits = (longest + SPLIT - 1) / SPLIT;
+    const int block = c.prompt && T > 32 ? 32 : T;  // rows that attend at once, which bounds what they leave for the merge
     uint16_t *normed, *qkv, *attended, *more, *both, *gated;
-    float *sums, *tops, *values;
+    float *sums, *tops, *values, *wide;
     Row* row;
     int32_t* ancestors;
     char* shared;
@@ -261,9 +312,10 @@ extern "C" int layers(const Call* call) {
         more = from.take<uint16_t>((size_t)T * c.dim);
         both = from.take<uint16_t>((size_t)T * 2 * c.mlp);
         gated = from.take<uint16_t>((size_t)T * c.mlp);
-        sums = from.take<float>((size_t)T * most_heads * splits);
-        tops = from.take<float>((size_t)T * most_heads * splits);
-        values = from.take<float>((size_t)T * most_heads * splits * D);
+        sums = from.take<float>((size_t)block * most_heads * splits);
+        tops = from.take<float>((size_t)block * most_heads * splits);
+        values = from.take<float>((size_t)block * most_heads * splits * D);
+        wide = c.prompt ? from.take<float>((size_t)T * 32 * c.threads) : nullptr;
         row = from.take<Row>(T);
         ancestors = from.take<int32_t>(staged);
         shared = base + from.used;
@@ -283,7 +335,12 @@ extern "C" int layers(const Call* call) {
     for (int p = 0; p < c.part_count; p++) {
         const Part& part = c.parts[p];
         for (int t = part.first; t < part.stop; t++) {
-            const uint8_t* sees = part.sees + (int64_t)(part.staged - (part.stop - t)) * part.staged;
+            const int number = part.staged - (part.stop - t);
+            if (!part.sees) {
+                row[t] = {p, part.prefix + number, true, nullptr};
+                continue;
+            }
+            const uint8_t* sees = part.sees + (int64_t)number * part.width;
             int n = 0;
             bool straight = true;
             for (int j = 0; j < part.staged; j++)
@@ -297,11 +354,18 @@ extern "C" int layers(const Call* call) {
     }
     Team team;
     team.threads = c.threads;
+    std::atomic<int> next{0};  // which of the tasks that threads take as they come to them
 #pragma omp parallel num_threads(c.threads)
     {
 #pragma omp single
         team.threads = omp_get_num_threads();
         const int me = omp_get_thread_num(), threads = team.threads;
+        auto times = [&](const Fused& f, const Inputs& in, const uint16_t* x, uint16_t* y) {
+            if (c.prompt) multiply_many(f, in, x, T, y, next, wide + (size_t)me * T * 32);
+            else multiply(f, in, x, T, y, me, threads);
+            team.wait();
+            if (me == 0) next = 0;  // before they come to the tasks behind the next wait
+        };
         auto mine = [&](int64_t items, auto each) {
             for (int64_t i = share(items, me, threads), end = share(items, me + 1, threads); i < end; i++) each(i);
         };
@@ -321,8 +385,7 @@ extern "C" int layers(const Call* call) {
                 prepare(l.qkv, in, normed, t, 0, c.dim);
             });
             team.wait();
-            multiply(l.qkv, in, normed, T, qkv, me, threads);
-            team.wait();
+            times(l.qkv, in, normed, qkv);
             const int turned = Hq + (l.owns ? 2 * Hkv : 0);
             mine((int64_t)T * turned, [&](int64_t item) {
                 const int t = item / turned, h = item % turned;
@@ -341,44 +404,27 @@ extern "C" int layers(const Call* call) {
                 keep(of, D, pool.bits, key ? pool.k : pool.v, key ? pool.k_scale : pool.v_scale, at + slot);
             });
             team.wait();
-            int64_t keys = 0, at = 0;  // shared by what is read, not by tasks: the last split of a head is a short one
-            for (int p = 0; p < c.part_count; p++) keys += (int64_t)Hkv * (c.parts[p].prefix + c.parts[p].staged);
-            const int64_t begin = share(keys, me, threads), end = share(keys, me + 1, threads);
-            for (int p = 0; p < c.part_count; p++) {
-                const int of_head = c.parts[p].prefix + c.parts[p].staged;
-                for (int h = 0; h < Hkv; h++, at += of_head)
-                    for (int s = 0; s < splits_of(c.parts[p]); s++) {
-                        const int left = of_head - s * SPLIT;
-                        const int64_t middle = at + s * SPLIT + (left < SPLIT ? left : SPLIT) / 2;
-                        if (begin <= middle && middle < end) attend_task(l, c, p, row, qkv, pool, h, s, splits, {sums, tops, values});
-                    }
-            }
-            team.wait();
+            int tasks = 0;
+            for (int p = 0; p < c.part_count; p++) tasks += Hkv * splits_of(c.parts[p]);
             in = inputs(l.output);
-            mine(T, [&](int64_t t) {
-                const int of_row = row[t].position / SPLIT + 1;
-                for (int h = 0; h < Hq; h++) {
-                    const int64_t at = (t * Hq + h) * splits;
-                    float top = -INFINITY, whole = 0;
-                    for (int s = 0; s < of_row; s++) top = tops[at + s] > top ? tops[at + s] : top;
-                    float weight[of_row];
-                    for (int s = 0; s < of_row; s++) {
-                        weight[s] = tops[at + s] > -INFINITY ? expf(tops[at + s] - top) : 0;
-                        whole = weight[s] * sums[at + s] + whole;
-                    }
-                    const floats by = all(whole > 0 ? 1.f / whole : whole);
-                    for (int d = 0; d < D; d += 16) {
-                        floats sum = {};
-                        for (int s = 0; s < of_row; s++)
-                            if (weight[s] != 0) sum = all(weight[s]) * *(floats*)(values + (at + s) * D + d) + sum;
-                        to_bf16(sum * by, attended + (t * Hq + h) * D + d);
-                    }
+            for (int from = 0; from < T; from += block) {
+                const int to = from + block < T ? from + block : T;
+                for (int task; (task = next++) < tasks;) {
+                    int p = 0;
+                    for (; task >= Hkv * splits_of(c.parts[p]); p++) task -= Hkv * splits_of(c.parts[p]);
+                    const int of_head = splits_of(c.parts[p]);
+                    attend_task(l, c, p, from, to, row, qkv, pool, task / of_head, task % of_head, splits, {sums, tops, values});
                 }
-                prepare(l.output, in, attended, t, 0, Hq * D);
-            });
-            team.wait();
-            multiply(l.output, in, attended, T, more, me, threads);
-            team.wait();
+                team.wait();
+                if (me == 0) next = 0;
+                mine(to - from, [&](int64_t t) {
+                    merge(l, row[from + t].position / SPLIT + 1, D, splits, {sums + t * Hq * splits, tops + t * Hq * splits, values + t * Hq * splits * D},
+                          attended + (from + t) * Hq * D);
+                    prepare(l.output, in, attended, from + t, 0, Hq * D);
+                });
+                team.wait();
+            }
+            times(l.output, in, attended, more);
             in = inputs(l.gate_up);
             mine(T, [&](int64_t t) {
                 uint16_t* x = c.x + t * c.dim;
@@ -387,8 +433,7 @@ extern "C" int layers(const Call* call) {
                 prepare(l.gate_up, in, normed, t, 0, c.dim);
             });
             team.wait();
-            multiply(l.gate_up, in, normed, T, both, me, threads);
-            team.wait();
+            times(l.gate_up, in, normed, both);
             in = inputs(l.down);
             const int unit = unit_of(l.down), units = c.mlp / unit;
             mine((int64_t)T * units, [&](int64_t item) {
@@ -397,8 +442,7 @@ extern "C" int layers(const Call* call) {
                 prepare(l.down, in, gated, t, at, at + unit);
             });
             team.wait();
-            multiply(l.down, in, gated, T, more, me, threads);
-            team.wait();
+            times(l.down, in, gated, more);
         }
         mine(T, [&](int64_t t) { add(c.x + t * c.dim, more + t * c.dim, c.dim); });
     }
