@@ -72,11 +72,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one forward's rows go. `host_positions`: prefix + depth."""
+    """Where one forward's rows go. `host_positions`: prefix + depth. `prompt`: as of its `Rows`."""
 
     host_positions: Int[np.ndarray, " T"]
     parts: tuple[Part, ...]
     device: torch.device
+    prompt: bool
 
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:
@@ -181,7 +182,7 @@ class Book:
             self._staged_of[sequence] += range(rows.first + a, rows.first + b)
             part, positions[a:b] = self._place(rows, run, shown)
             parts.append(part)
-        return Placement(positions, tuple(parts), self._device)
+        return Placement(positions, tuple(parts), self._device, rows.prompt)
 
     def _place(self, rows: Rows, run: Run, shown: Shown | None) -> tuple[Part, np.ndarray]:
         """(the part of one sequence, whose rows are in the book already, their positions). Staged rows stand behind the

@@ -59,7 +59,6 @@ class NativeLayers:
     ) -> BFloat16[Tensor, "T dim"]:
         """The stream behind the layers `order`. `cos`, `sin`: of all positions."""
         c, x, lies = self.config, x.clone(), cache.lying(place.parts)
-        prompt = all(part.causal for part in place.parts)
         numbers, cut = (ctypes.c_int32 * len(order))(*order), -(-len(x) // _MOST)
         for i in range(cut):
             a, b = len(x) * i // cut, len(x) * (i + 1) // cut
@@ -73,6 +72,6 @@ class NativeLayers:
                 at.first, at.stop, at.prefix, at.staged = first - a, stop - a, part.committed, staged - part.stop + stop
             addresses = (ctypes.addressof(each) for each in (self.layers, lies.pools, lies.places, numbers, parts))
             tensors = (each.data_ptr() for each in (place.positions[a:b], cos, sin, x[a:b]))
-            sizes = (len(order), len(parts), b - a, c.dim, c.head_dim, c.mlp_dim, torch.get_num_threads(), prompt)
+            sizes = (len(order), len(parts), b - a, c.dim, c.head_dim, c.mlp_dim, torch.get_num_threads(), place.prompt)
             run(Call(*addresses, *tensors, *sizes))
         return x

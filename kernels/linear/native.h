@@ -1,8 +1,8 @@
 // y = x Wᵀ + b over a weight [N, K] in bfloat16 as a checkpoint has it. Sums are in float32, of each output in one order,
 // whatever the number of rows and threads.
 //
-// Few rows are read as they lie and summed in the lanes of a vector. Many rows, as prompts have, are worth turning a piece
-// of the weight about first, so that lanes are outputs: there sums have an order of their own.
+// Few rows are read as they lie and summed in the lanes of a vector. For the many rows of a prompt a piece of the weight is
+// turned about first, so that lanes are outputs: sums have another order there, again one for any number of rows.
 #pragma once
 #include "../native.h"
 
@@ -118,16 +118,19 @@ static void wide_block(const uint32_t* piece, int n, const uint16_t* x, int K, f
     for (int j = 0; j < 2 * R; j++) *(floats*)(sums + 16 * j) = sum[j];
 }
 
-// Up to 32 outputs of T rows, at least 64. `sums`: room for [T, 32]; `then`: the weight that is multiplied next.
-static void dense_many(const uint16_t* weight, const uint16_t* bias, int K, int outputs, const uint16_t* then, const uint16_t* x, int T,
-                       uint16_t* y, int64_t stride, float* sums) {
+// 32 outputs of T rows. `sums`: room for [T, 32]; `then`: the weight that is multiplied next.
+static void dense_many(const uint16_t* weight, const uint16_t* bias, int K, const uint16_t* then, const uint16_t* x, int T, uint16_t* y,
+                       int64_t stride, float* sums) {
     alignas(64) uint32_t piece[CHUNK / 2 * 32];
+    static constexpr decltype(&wide_block<1>) of[WIDE] = {wide_block<1>, wide_block<2>, wide_block<3>,  wide_block<4>,
+                                                          wide_block<5>, wide_block<6>, wide_block<7>,  wide_block<8>,
+                                                          wide_block<9>, wide_block<10>, wide_block<11>, wide_block<12>};
     const int passes = (T + WIDE - 1) / WIDE, lines = 32 * CHUNK / 32;
     for (int k = 0; k < K; k += CHUNK) {
         const int n = K - k < CHUNK ? K - k : CHUNK;
         for (int half = 0; half < 32; half += 16) {
             const uint16_t* row[16];
-            for (int i = 0; i < 16; i++) row[i] = weight + (int64_t)(half + i < outputs ? half + i : outputs - 1) * K + k;
+            for (int i = 0; i < 16; i++) row[i] = weight + (int64_t)(half + i) * K + k;
             for (int j = 0; j < n; j += 32) turned(row, j, piece + j * 16 + half);
         }
         const uint16_t* next = k + CHUNK < K ? weight + k + CHUNK : then;
@@ -135,18 +138,11 @@ static void dense_many(const uint16_t* weight, const uint16_t* bias, int K, int 
             const int t = share(T, p, passes), rows = share(T, p + 1, passes) - t;
             for (int line = share(lines, p, passes), end = share(lines, p + 1, passes); line < end; line++)
                 _mm_prefetch((const char*)(next + (int64_t)(line / (CHUNK / 32)) * K + line % (CHUNK / 32) * 32), _MM_HINT_T1);
-            auto* of = rows == WIDE ? wide_block<WIDE> : rows == WIDE - 1 ? wide_block<WIDE - 1> : wide_block<WIDE - 2>;
-            of(piece, n, x + (int64_t)t * K + k, K, sums + t * 32, k == 0);
+            of[rows - 1](piece, n, x + (int64_t)t * K + k, K, sums + t * 32, k == 0);
         }
     }
-    for (int i = 0; i < outputs; i += 16) {
-        const int left = outputs - i < 16 ? outputs - i : 16;
-        uint16_t some[16] = {};
-        if (bias) memcpy(some, bias + i, 2 * left);
-        const floats added = from_bf16(some);
-        for (int t = 0; t < T; t++) {
-            to_bf16(*(floats*)(sums + t * 32 + i) + added, some);
-            memcpy(y + t * stride + i, some, 2 * left);
-        }
+    for (int i = 0; i < 32; i += 16) {
+        const floats added = bias ? from_bf16(bias + i) : (floats){};
+        for (int t = 0; t < T; t++) to_bf16(*(floats*)(sums + t * 32 + i) + added, y + t * stride + i);
     }
 }

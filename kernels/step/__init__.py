@@ -75,8 +75,8 @@ class Lies:
 
 
 class Call(ctypes.Structure):
-    """One forward of the layers `order`; x [T, dim] goes in and comes out. `prompt`: of 64 rows or more, whose sums may
-    be in another order than those of fewer."""
+    """One forward of the layers `order`; x [T, dim] goes in and comes out. `prompt`: with the product
+    for many rows, which sums in another order."""
 
     _fields_ = (
         *(

@@ -45,7 +45,7 @@ struct Call {
     const int64_t* positions;           // [T]
     const uint16_t *cos, *sin;          // [P, D]; sin with the sign of the half that is turned
     uint16_t* x;                        // [T, dim]: in and out
-    int32_t count, part_count, T, dim, head_dim, mlp, threads, prompt;  // prompt: sums in whatever order is fast
+    int32_t count, part_count, T, dim, head_dim, mlp, threads, prompt;  // prompt: by the product for many rows
 };
 
 struct Room {
@@ -157,10 +157,9 @@ static void multiply_many(const Fused& f, const Inputs& in, const uint16_t* x, i
             multiply_codes(p, in.parts[i], n, n + 1, T, y + at, f.N);
             continue;
         }
-        const uint16_t* weight = (const uint16_t*)p.data + (int64_t)n * TILE * p.K;
-        const int first = n * TILE, outputs = p.N - first < TILE ? p.N - first : TILE;
-        dense_many(weight, p.bias ? p.bias + first : nullptr, p.K, outputs, weight + (int64_t)(then - tile) * TILE * p.K, x, T, y + at + first,
-                   f.N, sums);
+        const int64_t tile_size = (int64_t)TILE * p.K;
+        const uint16_t* weight = (const uint16_t*)p.data + n * tile_size;
+        dense_many(weight, p.bias ? p.bias + n * TILE : nullptr, p.K, weight + (then - tile) * tile_size, x, T, y + at + n * TILE, f.N, sums);
     }
 }
 

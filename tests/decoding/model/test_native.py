@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ CASES: dict[str, tuple[PretrainedConfig, Quantise | None, tuple[LayerKV, ...] | 
         eight_bits,
         None,
     ),
-    "smollm3": (SmolLM3Config(**SIZES, no_rope_layers=[1, 0]), None, None),
+    "smollm3": (SmolLM3Config(**SIZES | {"intermediate_size": 352}, no_rope_layers=[1, 0]), None, None),
     "mistral, windows as masks": (MistralConfig(**SIZES), None, (LayerKV(0, 2, 300, 3), LayerKV(1, 2, 4, 1))),
     "mistral, rings": (MistralConfig(**SIZES), None, (LayerKV(0, 2, 300, 3), LayerKV(1, 2, 4, 1))),
     "llama, 8 and 4 bits": (LlamaConfig(**SIZES), None, (LayerKV(0, 2, bits=8), LayerKV(1, 2, 270, 5, bits=4))),
@@ -151,6 +152,67 @@ def test_it_computes_what_torch_s_operations_do(name: str, monkeypatch: pytest.M
     theirs = fed(name, model)
     for ours, other, want in zip(got, theirs, fed(name, exact), strict=True):
         assert relative_error(ours, want) < max(1.5 * relative_error(other, want), 2**-7)
+
+
+@torch.inference_mode()
+def prompted(name: str, model: Decoder) -> list[Tensor]:
+    """Logits of prompts side by side, long ones alone and a short one beside them, of a prompt behind what is kept, and
+    of a row behind all that."""
+    model._reach(900)
+    got = []
+    for sizes in ((300, 260), (20, 90, 450)):
+        cache = opened(name, model, 4)
+        sequences = [cache.open() for _ in sizes]
+        for size in (None, 70):
+            lengths = sizes if size is None else (size,) * len(sizes)
+            rows = chains([[(7 * i + n) % 58 + 3 for i in range(n)] for n in lengths], sequences, prompt=True)
+            got.append(model(rows, cache, taps=(1,)).logits)
+            starts = [sum(lengths[:i]) for i in range(len(sizes))]
+            cache.commit({s: range(a, a + n) for s, a, n in zip(sequences, starts, lengths, strict=True)})
+        got.append(model(chains([[5]] * len(sizes), sequences), cache).logits)
+    return got
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prompts_are_computed_as_torch_s_operations_do(
+    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, exact = decoder(name), decoder(name, torch.float64)
+    torch.set_num_threads(threads)
+    try:
+        got = prompted(name, model)
+    finally:
+        torch.set_num_threads(1)
+    monkeypatch.setattr(model, "_native", None)
+    theirs = prompted(name, model)
+    for ours, other, want in zip(got, theirs, prompted(name, exact), strict=True):
+        assert relative_error(ours, want) < max(1.5 * relative_error(other, want), 2**-7)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_a_prompt_s_rows_have_the_same_bits_however_it_is_cut(name: str) -> None:
+    """So that a prompt behind shared pages, or beside others, decodes as it would alone."""
+    model, size = decoder(name), 600
+    model._reach(900)
+    prompt, other = [(7 * i) % 58 + 3 for i in range(size)], [9] * 30
+    got = []
+    for threads, cuts in ((1, []), (2, [300]), (1, [513, 599]), (2, [64, 536])):
+        torch.set_num_threads(threads)
+        try:
+            cache = opened(name, model, 2)
+            a, b = cache.open(), cache.open()
+            pieces = []
+            for first, stop in pairwise([0, *cuts, size]):
+                rows = chains([prompt[first:stop], other][: 1 + bool(first)], [a, b][: 1 + bool(first)], prompt=True)
+                pieces.append(model(rows, cache).logits[: stop - first])
+                cache.commit({a: range(stop - first)})
+        finally:
+            torch.set_num_threads(1)
+        got.append(torch.cat(pieces))
+    for other_cut in got[1:]:
+        assert torch.equal(other_cut, got[0])
 
 
 def test_layers_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
