@@ -32,7 +32,12 @@ def load_decoder(
     if layout is not None and converts(layout, config.layout):
         check_convertible(source)
         tensors = ConvertedTensors(tensors, config.layout, layout)
-    report = None if progress is None else (lambda done, total: progress(f"loading {source.label}", done, total))
+
+    def layer(done: int, total: int) -> None:
+        _let_go()
+        if progress is not None:
+            progress(f"loading {source.label}", done, total)
+
     decoder = Decoder(
         config if layout is None else replace(config, layout=layout),
         tensors,
@@ -40,7 +45,7 @@ def load_decoder(
         device=device,
         codes=source.codes,
         kernels=kernels,
-        progress=report,
+        progress=layer,
     )
     _let_go()
     return decoder

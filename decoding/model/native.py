@@ -15,7 +15,6 @@ from ...quantization.linear import natives
 from .block import Block
 from .config import ModelConfig
 
-
 _MOST = 512  # rows that go through all layers together: what they need of room beside weights and keys is bounded
 
 

@@ -83,7 +83,10 @@ class Call(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("layers", "pools", "places", "order", "parts", "positions", "cos", "sin", "x")
         ),
-        *((name, ctypes.c_int32) for name in ("count", "part_count", "T", "dim", "head_dim", "mlp", "threads", "prompt")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("count", "part_count", "T", "dim", "head_dim", "mlp", "threads", "prompt")
+        ),
     )
 
 
