@@ -1,4 +1,4 @@
-// Attention of a few rows over the keys of their sequence, in float32. A row sees the committed keys and those staged that
+// Attention of rows over the keys of their sequence, in float32. A row sees the committed keys and those staged that
 // it descends from, in that order, which is the order of their positions: its sums do not depend on where keys are staged,
 // nor on what stands beside it.
 #pragma once
