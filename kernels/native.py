@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL | None:
     if missing():
         return None
     found = ctypes.CDLL(str(_path()))
-    found.product.argtypes = [ctypes.POINTER(Product), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    found.product.argtypes = [ctypes.POINTER(Product), ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3]
     found.layers.argtypes = [ctypes.c_void_p]
     found.argmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return found
@@ -38,21 +38,23 @@ def library() -> ctypes.CDLL | None:
 
 class Product(ctypes.Structure):
     """y [T, N] = x [T, K] Wᵀ + b, all in bfloat16: pointers to W as it is or in codes, to b, and to the order in which
-    columns are read. `whole`: a row is rounded with one scale. It keeps none of them alive."""
+    columns are read. `whole`: a row is rounded with one scale. It keeps none of them alive. `prefill`: the rows are a
+    prompt's, which are summed in another order: that of a product of many."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "bias", "order")),
         *((name, ctypes.c_int32) for name in ("N", "K", "group", "bits", "shifted", "whole")),
     )
 
-    def __call__(self, x: BFloat16[Tensor, "T K"]) -> BFloat16[Tensor, "T N"]:
+    def __call__(self, x: BFloat16[Tensor, "T K"], prefill: bool = False) -> BFloat16[Tensor, "T N"]:
         found = library()
         assert found is not None
         assert x.dtype == torch.bfloat16
         assert x.shape[1] == self.K
         x = x.contiguous()
         y = x.new_empty(len(x), self.N)
-        if found.product(ctypes.byref(self), x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads()):
+        sizes = (len(x), torch.get_num_threads(), prefill)
+        if found.product(ctypes.byref(self), x.data_ptr(), y.data_ptr(), *sizes):
             raise MemoryError(f"no memory for {len(x)} rows of {self.K}")
         return y
 

@@ -73,7 +73,7 @@ class QuantisedLinear(nn.Module):
         if self.whole is not None:
             return self.whole(_rounded(x) if self.rounds else x)
         if self.native is not None:  # as fast for a prompt
-            return self.native(x)
+            return self.native(x, prefill)
         assert self.packed is not None
         assert not isinstance(self.packed, native.Packed)
         if self.order is not None:

@@ -186,7 +186,7 @@ class Decoder(nn.Module):
                 if layer in taps:
                     hidden[layer] = x
                 x = self.blocks[layer](x, cos, sin, cache, place)
-        return self._out(x, hidden, None if logits_of is None else logits_of.to(self.device), taps)
+        return self._out(x, hidden, None if logits_of is None else logits_of.to(self.device), taps, rows.prompt)
 
     def _replayed(
         self,
@@ -227,16 +227,17 @@ class Decoder(nn.Module):
         hidden: dict[Tap, Tensor],
         logits_of: Int[Tensor, " R"] | None,
         taps: Collection[Tap],
+        prefill: bool = False,
     ) -> Output:
         if len(self.blocks) in taps:
             hidden[len(self.blocks)] = x
         if "final" not in taps and logits_of is not None:
             x = F.rms_norm(x[logits_of], x.shape[1:], self.norm, self.config.norm_eps)
-            return Output(self.unembedding(x), hidden)
+            return Output(self.unembedding(x, prefill), hidden)
         x = F.rms_norm(x, x.shape[1:], self.norm, self.config.norm_eps)
         if "final" in taps:
             hidden["final"] = x
-        return Output(self.unembedding(x if logits_of is None else x[logits_of]), hidden)
+        return Output(self.unembedding(x if logits_of is None else x[logits_of], prefill), hidden)
 
     def _natively(
         self,

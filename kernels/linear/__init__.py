@@ -31,7 +31,7 @@ class Linear(nn.Module):
     def implementation(self) -> str:
         """The name of the product in use, for a run's record."""
         if self.native is not None:
-            return "native, prefill torch"
+            return "native"
         if self.packed is None:
             return "torch"
         return "onednn" if self.packed.row_invariant else "onednn, not row-invariant"
@@ -47,8 +47,8 @@ class Linear(nn.Module):
         if self.packed is not None:
             return self.packed(x, self.bias)
         assert self.weight is not None
-        if self.native is not None and not prefill:
-            return self.native(x)
+        if self.native is not None:
+            return self.native(x, prefill)
         return nn.functional.linear(x, self.weight, self.bias)
 
     def dense(self) -> Tensor:

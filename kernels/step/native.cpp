@@ -1,6 +1,6 @@
-// Layers of the Llama family over rows of sequences, in one call: products, norms, rotation, attention, gate. All rows go through
-// one order of operations, so that a row has the same bits whatever rows stand beside it; what is between two operations
-// is rounded to bfloat16, as in the model's own code. And a product alone.
+// Layers of the Llama family over rows of sequences, in one call: products, norms, rotation, attention, gate. All rows go
+// through one order of operations, so that a row has the same bits whatever rows stand beside it; what is between two
+// operations is rounded to bfloat16, as in the model's own code. And a product alone.
 #include <omp.h>
 #include <stdlib.h>
 
@@ -84,7 +84,9 @@ struct Inputs {
     uint16_t* ordered;  // [T, K], where columns are read in an order of their own
 };
 
-static bool alike(const Product& a, const Product& b) { return a.bits != 16 && b.bits != 16 && a.group == b.group && a.order == b.order && a.whole == b.whole; }
+static bool alike(const Product& a, const Product& b) {
+    return a.bits != 16 && b.bits != 16 && a.group == b.group && a.order == b.order && a.whole == b.whole;
+}
 
 // Row t of x [T, K], groups of columns that lie within `first` to `stop`.
 static void prepare(const Fused& f, Inputs& in, const uint16_t* x, int t, int first, int stop) {
@@ -144,7 +146,7 @@ static void multiply(const Fused& f, const Inputs& in, const uint16_t* x, int T,
     }
 }
 
-// Of a prompt: tiles are taken as threads come to them. `sums`: room for [T, 32].
+// Of a prompt: tiles are taken as threads come to them. `sums`: room for [T, TILE].
 static void multiply_many(const Fused& f, const Inputs& in, const uint16_t* x, int T, uint16_t* y, std::atomic<int>& next, float* sums) {
     int count = 0;
     for (int i = 0; i < f.count; i++) count += tiles_of(f.parts[i]);
@@ -157,9 +159,11 @@ static void multiply_many(const Fused& f, const Inputs& in, const uint16_t* x, i
             multiply_codes(p, in.parts[i], n, n + 1, T, y + at, f.N);
             continue;
         }
-        const int64_t tile_size = (int64_t)TILE * p.K;
-        const uint16_t* weight = (const uint16_t*)p.data + n * tile_size;
-        dense_many(weight, p.bias ? p.bias + n * TILE : nullptr, p.K, weight + (then - tile) * tile_size, x, T, y + at + n * TILE, f.N, sums);
+        const int64_t size = (int64_t)TILE * p.K;
+        const uint16_t *weight = (const uint16_t*)p.data, *tile_weight = weight + n * size;
+        uint16_t* to = y + at + n * TILE;
+        if (p.N - n * TILE < TILE) dense(weight, p.bias, p.K, n * TILE, p.N, x, T, y + at, f.N);
+        else dense_many(tile_weight, p.bias ? p.bias + n * TILE : nullptr, p.K, tile_weight + (then - tile) * size, x, T, to, f.N, sums);
     }
 }
 
@@ -314,7 +318,7 @@ extern "C" int layers(const Call* call) {
         sums = from.take<float>((size_t)block * most_heads * splits);
         tops = from.take<float>((size_t)block * most_heads * splits);
         values = from.take<float>((size_t)block * most_heads * splits * D);
-        wide = c.prompt ? from.take<float>((size_t)T * 32 * c.threads) : nullptr;
+        wide = from.take<float>(c.prompt ? (size_t)T * TILE * c.threads : 0);
         row = from.take<Row>(T);
         ancestors = from.take<int32_t>(staged);
         shared = base + from.used;
@@ -360,7 +364,7 @@ extern "C" int layers(const Call* call) {
         team.threads = omp_get_num_threads();
         const int me = omp_get_thread_num(), threads = team.threads;
         auto times = [&](const Fused& f, const Inputs& in, const uint16_t* x, uint16_t* y) {
-            if (c.prompt) multiply_many(f, in, x, T, y, next, wide + (size_t)me * T * 32);
+            if (c.prompt) multiply_many(f, in, x, T, y, next, wide + (size_t)me * T * TILE);
             else multiply(f, in, x, T, y, me, threads);
             team.wait();
             if (me == 0) next = 0;  // before they come to the tasks behind the next wait
@@ -417,7 +421,8 @@ extern "C" int layers(const Call* call) {
                 team.wait();
                 if (me == 0) next = 0;
                 mine(to - from, [&](int64_t t) {
-                    merge(l, row[from + t].position / SPLIT + 1, D, splits, {sums + t * Hq * splits, tops + t * Hq * splits, values + t * Hq * splits * D},
+                    const int64_t at = t * Hq * splits;
+                    merge(l, row[from + t].position / SPLIT + 1, D, splits, {sums + at, tops + at, values + at * D},
                           attended + (from + t) * Hq * D);
                     prepare(l.output, in, attended, from + t, 0, Hq * D);
                 });
@@ -449,14 +454,20 @@ extern "C" int layers(const Call* call) {
 }
 
 // y [T, N] = x [T, K] Wᵀ + b
-extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, int threads) {
+extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, int threads, int prompt) {
     const Fused f = {{*p}, 1, p->N};
     static thread_local Room room;
-    Taken counted = {nullptr};
-    inputs_of(counted, f, T);
-    if (!room.hold(counted.used)) return 1;
-    Taken from = {room.at};
-    Inputs in = inputs_of(from, f, T);
+    Inputs in;
+    float* sums;
+    auto share_out = [&](char* base) {
+        Taken from = {base};
+        in = inputs_of(from, f, T);
+        sums = from.take<float>(prompt ? (size_t)T * TILE * threads : 0);
+        return from.used;
+    };
+    if (!room.hold(share_out(nullptr))) return 1;
+    share_out(room.at);
+    std::atomic<int> next{0};
 #pragma omp parallel num_threads(threads)
     {
         const int me = omp_get_thread_num(), n = omp_get_num_threads();
@@ -464,7 +475,8 @@ extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, 
 #pragma omp for schedule(static)
             for (int t = 0; t < T; t++) prepare(f, in, x, t, 0, p->K);
         }
-        multiply(f, in, x, T, y, me, n);
+        if (prompt) multiply_many(f, in, x, T, y, next, sums + (size_t)me * T * TILE);
+        else multiply(f, in, x, T, y, me, n);
     }
     return 0;
 }

@@ -32,7 +32,7 @@ def linear(N: int, K: int, dtype: torch.dtype, rng: torch.Generator, bias: bool 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("N", "K"), [*ODD, (576, 1536)])
+@pytest.mark.parametrize(("N", "K"), [*ODD, (576, 1536), (45, 352)])
 def test_product_is_the_reference(N: int, K: int, dtype: torch.dtype, rng: torch.Generator) -> None:
     for bias in (False, True):
         layer = linear(N, K, dtype, rng, bias)
@@ -41,9 +41,11 @@ def test_product_is_the_reference(N: int, K: int, dtype: torch.dtype, rng: torch
             want = linear_reference(
                 x.double(), layer.dense().double(), None if layer.bias is None else layer.bias.double()
             )
-            assert layer(x).dtype == dtype
-            assert layer(x).shape == (rows, N)
-            assert relative_error(layer(x), want) < TOLERANCE[dtype]
+            for prefill in (False, True):
+                got = layer(x, prefill)
+                assert got.dtype == dtype
+                assert got.shape == (rows, N)
+                assert relative_error(got, want) < TOLERANCE[dtype]
 
 
 def test_the_reference_is_exact_on_integers() -> None:
@@ -71,6 +73,10 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
         assert torch.equal(layer(x[:rows]), want[:rows]), rows
     for at in range(1, 16):
         assert torch.equal(layer(x[at : at + 1]), want[at : at + 1]), at
+    if layer.native is not None:
+        prompt = layer(x, prefill=True)
+        for rows in (1, 2, 11, 12, 13, 31, 47):
+            assert torch.equal(layer(x[-rows:], prefill=True), prompt[-rows:]), rows
 
 
 @pytest.mark.parametrize("K", [64, 1536, 4864, 8960])
@@ -92,7 +98,7 @@ def test_our_own_product_holds_the_weight_as_it_is(rng: torch.Generator) -> None
         pytest.skip(why)
     weight = torch.randn(100, 64, generator=rng).bfloat16()
     layer = Linear(weight)
-    assert layer.implementation == "native, prefill torch"
+    assert layer.implementation == "native"
     assert layer.dense().data_ptr() == weight.data_ptr()
     x = torch.randn(200, 64, generator=rng).bfloat16()
     assert relative_error(layer(x), layer(x, prefill=True)) < 2**-8
