@@ -80,7 +80,7 @@ def missing() -> str | None:
         if not _path().exists():
             _compile(compiler, _path())
         ctypes.CDLL(str(_path()))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: of a home that nobody has
         told = getattr(error, "stderr", None) or str(error)
         return f"{compiler} did not compile them ({' '.join(told.split())[:200]})"
     return None
@@ -100,18 +100,13 @@ def _path() -> Path:
     """Of this code, compiler and processor."""
     compiler = _compiler()
     assert compiler is not None
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True)
-    target = subprocess.run(
-        [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull],
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=True,
-    )
+    version = _run([compiler, "--version"])
+    target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
     here = Path(__file__).parent
     code = [file.read_text(encoding="utf-8") for file in (*_sources(), *sorted(here.glob("**/native.h")))]
-    about = "\n".join([version.stdout, target.stdout, *_FLAGS, torch.__version__, *code])
-    folder = Path(os.environ.get("DECODELAB_NATIVE") or cache_dir() / "native").expanduser()
+    about = "\n".join([version, target, *_FLAGS, torch.__version__, *code])
+    given = os.environ.get("DECODELAB_NATIVE") or cache_dir() / "native"
+    folder = Path(given).expanduser().absolute()  # a bare name would be looked for in the system's folders
     return folder / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
 
 
@@ -123,5 +118,11 @@ def _compile(compiler: str, path: Path) -> None:
         # two pools of threads would wait for each other's cores: PyTorch's own is the one to link with
         threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))[:1]]
         parts = [compiler, *_FLAGS, *map(str, _sources()), "-o", str(made), *threads]
-        subprocess.run(parts, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        _run(parts)
         os.replace(made, path)
+
+
+def _run(command: list[str]) -> str:
+    """What it prints, in whatever encoding: a message's letters do not matter."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=True)
+    return done.stdout

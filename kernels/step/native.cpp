@@ -52,6 +52,8 @@ struct Room {
     char* at = nullptr;
     size_t size = 0;
 
+    ~Room() { free(at); }
+
     bool hold(size_t needed) {
         if (needed <= size) return true;
         free(at);

@@ -3,11 +3,14 @@
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 
+from decodelab.experiments.hardware import resident_bytes
 from decodelab.kernels import native
+from decodelab.kernels.linear import Linear
 from decodelab.kernels.matmul_w4 import native as product
 
 
@@ -60,6 +63,47 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(subprocess, "run", fails)
     assert "did not compile them (fatal error: no such header)" in str(native.missing())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    kept = native._path()
+    (tmp_path / kept.name).symlink_to(kept.absolute())
+    monkeypatch.chdir(tmp_path)
+    for folder, why in ((".", None), ("~nobody-of-that-name/x", "home directory")):
+        anew_from(folder, monkeypatch)
+        assert native.missing() is None if why is None else why in str(native.missing())
+
+
+def test_a_compiler_may_speak_in_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\necho 'en-t\xeate inconnu' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    anew_from(str(tmp_path), monkeypatch)
+    assert "did not compile them (en-t\ufffdte inconnu)" in str(native.missing())
+
+
+def anew_from(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODELAB_NATIVE", folder)
+    native.missing.cache_clear()
+    native._path.cache_clear()
+
+
+def test_what_a_thread_took_goes_with_it() -> None:
+    if (why := native.missing()) is not None or (before := resident_bytes()) is None:
+        pytest.skip(why or "the system does not tell how much memory a process has")
+    multiply, x = Linear(torch.randn(32, 32).bfloat16()), torch.randn(1 << 15, 32).bfloat16()
+    for _ in range(64):  # 4 MiB of sums each
+        thread = Thread(target=multiply, args=(x, True))
+        thread.start()
+        thread.join()
+    after = resident_bytes()
+    assert after is not None
+    assert after - before < 100 << 20
 
 
 def test_a_row_that_is_not_finite_says_so_and_stays_alone(rng: torch.Generator) -> None:
