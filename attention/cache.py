@@ -143,7 +143,7 @@ class DenseCache:
         """Tokens that fit, over all sequences: `nbytes` is the layout's bytes a token times this."""
         return self.capacity * self._storage[0].shape[3]
 
-    @property
+    @cached_property
     def formula_bytes(self) -> int:
         return self.layout.bytes_per_token(self._storage[0].itemsize) * self.slots
 

@@ -113,7 +113,7 @@ class LayeredCache:
         """What staged rows take on top, where they do not lie behind the committed ones."""
         return sum(kept.nbytes for kept in self._kept.values()) - self.nbytes
 
-    @property
+    @cached_property
     def formula_bytes(self) -> int:
         return self.sequences * self.layout.sequence_bytes(self.capacity, self._dtype.itemsize)
 

@@ -119,7 +119,11 @@ class PagedCache:
 
     @property
     def formula_bytes(self) -> int:
-        return self.layout.bytes_per_token(self._dtype.itemsize) * self.slots
+        return self._token_bytes * self.slots
+
+    @cached_property
+    def _token_bytes(self) -> int:
+        return self.layout.bytes_per_token(self._dtype.itemsize)
 
     def stage(self, rows: Rows) -> Placement:
         runs = self._book.runs(rows)

@@ -32,6 +32,8 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(str(_path()))
     found.product.argtypes = [ctypes.POINTER(Product), ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3]
     found.layers.argtypes = [ctypes.c_void_p]
+    found.norm_rows.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_float, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    found.norm_rows.restype = None
     found.argmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return found
 

@@ -17,6 +17,7 @@ from ...attention.paged import PagedCache
 from ...attention.rows import Rows
 from ...errors import UserError
 from ...kernels.dispatch import Kernels
+from ...kernels.step import normed
 from ...kernels.verify_attention import row_invariant
 from ...quantization.codes import Codes
 from .block import Block
@@ -232,12 +233,17 @@ class Decoder(nn.Module):
         if len(self.blocks) in taps:
             hidden[len(self.blocks)] = x
         if "final" not in taps and logits_of is not None:
-            x = F.rms_norm(x[logits_of], x.shape[1:], self.norm, self.config.norm_eps)
+            x = self._normed(x[logits_of])
             return Output(self.unembedding(x, prefill), hidden)
-        x = F.rms_norm(x, x.shape[1:], self.norm, self.config.norm_eps)
+        x = self._normed(x)
         if "final" in taps:
             hidden["final"] = x
         return Output(self.unembedding(x if logits_of is None else x[logits_of], prefill), hidden)
+
+    def _normed(self, x: Float[Tensor, "R dim"]) -> Float[Tensor, "R dim"]:
+        if self._native is not None:
+            return normed(x, self.norm, self.config.norm_eps)
+        return F.rms_norm(x, x.shape[1:], self.norm, self.config.norm_eps)
 
     def _natively(
         self,

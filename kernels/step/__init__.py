@@ -4,6 +4,10 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import BFloat16
+from torch import Tensor
+
 from ..native import Product, library
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -95,3 +99,13 @@ def run(call: Call) -> None:
     assert found is not None
     if found.layers(ctypes.byref(call)):
         raise MemoryError(f"no memory for {call.T} rows of {call.dim}")
+
+
+def normed(x: BFloat16[Tensor, "T D"], weight: BFloat16[Tensor, " D"], eps: float) -> BFloat16[Tensor, "T D"]:
+    """x / √(mean x² + eps) · weight, as the layers compute it: D a multiple of 16."""
+    found = library()
+    assert found is not None
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    found.norm_rows(x.data_ptr(), weight.data_ptr(), eps, *x.shape, y.data_ptr())
+    return y

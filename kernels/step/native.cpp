@@ -455,6 +455,10 @@ extern "C" int layers(const Call* call) {
     return 0;
 }
 
+extern "C" void norm_rows(const uint16_t* x, const uint16_t* weight, float eps, int T, int dim, uint16_t* y) {
+    for (int64_t t = 0; t < T; t++) norm(x + t * dim, weight, eps, dim, y + t * dim);
+}
+
 // y [T, N] = x [T, K] Wᵀ + b
 extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, int threads, int prompt) {
     const Fused f = {{*p}, 1, p->N};
