@@ -10,6 +10,7 @@ from ..decoding.model.config import ModelConfig
 from ..decoding.model.source import Source, open_source
 from ..decoding.model.weights import shapes_of
 from ..errors import UserError
+from ..kernels.linear.native import multiplies
 from .composition import draft_specs
 from .format import size
 from .hardware import available_memory
@@ -29,8 +30,9 @@ class Held:
     def of(source: Source, dtype: torch.dtype, device: torch.device) -> "Held":
         config = ModelConfig.from_hf(source.config)
         parameters = sum(prod(shape) for shape in shapes_of(config).values())
-        # a CPU's products are packed, so that a tied table is there twice
-        twice = config.vocab * config.dim if config.tied and device.type == "cpu" else 0
+        # a tied table is there twice where a CPU's product packs it
+        packs = device.type == "cpu" and not multiplies(config.dim, dtype)
+        twice = config.vocab * config.dim if config.tied and packs else 0
         return Held(source.label, parameters * dtype.itemsize, twice * dtype.itemsize)
 
 

@@ -92,9 +92,9 @@ static inline floats sums16(const floats* v) {
                                  _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 
-// e^x for x <= 88, to 2 units of the last place; 0 far below.
+// e^x for x <= 88, to 2 units of the last place; 0 far below, not a number of what is none.
 static inline floats exponential(floats x) {
-    const __m512 clamped = _mm512_max_ps((__m512)x, _mm512_set1_ps(-200.f));
+    const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);  // of the two, the second where one is no number
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), clamped);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);

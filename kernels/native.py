@@ -82,10 +82,17 @@ def missing() -> str | None:
         if not _path().exists():
             _compile(compiler, _path())
         ctypes.CDLL(str(_path()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: of a home that nobody has
-        told = getattr(error, "stderr", None) or str(error)
-        return f"{compiler} did not compile them ({' '.join(told.split())[:200]})"
+    except subprocess.TimeoutExpired:
+        return f"{compiler} did not compile them in {_SECONDS} s"
+    except subprocess.CalledProcessError as error:
+        return f"{compiler} did not compile them ({_line(error.stderr.strip() or error)})"
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a home that nobody has
+        return f"they cannot be kept ({_line(error)}): DECODELAB_NATIVE may name another folder"
     return None
+
+
+def _line(told: object) -> str:
+    return " ".join(str(told).split())[:200]
 
 
 def _compiler() -> str | None:

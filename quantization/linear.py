@@ -39,7 +39,7 @@ class QuantisedLinear(nn.Module):
         self.bits, self.rounds = codes.bits, codes.activation_bits is not None
         self.packed, self.order = _packed(codes, dtype)
         self.whole = Linear(codes.dequantise(dtype), bias) if self.packed is None else None  # one of the two holds it
-        self.native = None if self.whole is None else self.whole.native
+        self.native = None if self.whole is None or self.rounds else self.whole.native
         if isinstance(self.packed, native.Packed):
             self.order = None if self.order is None else self.order.int()
             self.native = self.packed.product(bias, self.order)
@@ -71,7 +71,7 @@ class QuantisedLinear(nn.Module):
     def forward(self, x: Float[Tensor, "T K"], prefill: bool = False) -> Float[Tensor, "T N"]:
         """`prefill`: the rows are a prompt's, which may be summed in another order than others."""
         if self.whole is not None:
-            return self.whole(_rounded(x) if self.rounds else x)
+            return self.whole(_rounded(x) if self.rounds else x, prefill)
         if self.native is not None:  # as fast for a prompt
             return self.native(x, prefill)
         assert self.packed is not None

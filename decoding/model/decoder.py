@@ -179,6 +179,7 @@ class Decoder(nn.Module):
             return self._scored(step, rows.tokens.to(self.device, non_blocking=True), wanted, taps, order)
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}
+        self._reach(int(place.host_positions.max(initial=-1)) + 1)
         if self._native is not None:
             x = self._natively(x, order, cache, place, hidden, taps)
         else:
@@ -187,7 +188,9 @@ class Decoder(nn.Module):
                 if layer in taps:
                     hidden[layer] = x
                 x = self.blocks[layer](x, cos, sin, cache, place)
-        return self._out(x, hidden, None if logits_of is None else logits_of.to(self.device), taps, rows.prompt)
+        # the logits of a prompt's last row decide a token, as those of any row do
+        prefill = rows.prompt and logits_of is None
+        return self._out(x, hidden, None if logits_of is None else logits_of.to(self.device), taps, prefill)
 
     def _replayed(
         self,

@@ -1,6 +1,7 @@
 """From a source to a decoder that runs."""
 
 import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ def load_decoder(
 
 def _let_go() -> None:
     """What packing took on the way goes back to the system, which the C library would keep for later."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 

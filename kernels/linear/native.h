@@ -2,7 +2,7 @@
 // whatever the number of rows and threads.
 //
 // Few rows are read as they lie and summed in the lanes of a vector. For the many rows of a prompt a piece of the weight is
-// turned about first, so that lanes are outputs: sums have another order there, again one for any number of rows.
+// transposed first, so that lanes are outputs: sums have another order there, again one for any number of rows.
 #pragma once
 #include "../native.h"
 
@@ -67,7 +67,7 @@ static void dense(const uint16_t* weight, const uint16_t* bias, int K, int first
 }
 
 // Sixteen pairs of neighbouring columns of sixteen rows: pair j of all of them to `to` + j · 32.
-static inline void turned(const uint16_t* const row[16], int k, uint32_t* to) {
+static inline void transposed(const uint16_t* const row[16], int k, uint32_t* to) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(row[i] + k);
@@ -131,7 +131,7 @@ static void dense_many(const uint16_t* weight, const uint16_t* bias, int K, cons
         for (int half = 0; half < 32; half += 16) {
             const uint16_t* row[16];
             for (int i = 0; i < 16; i++) row[i] = weight + (int64_t)(half + i) * K + k;
-            for (int j = 0; j < n; j += 32) turned(row, j, piece + j * 16 + half);
+            for (int j = 0; j < n; j += 32) transposed(row, j, piece + j * 16 + half);
         }
         const uint16_t* next = k + CHUNK < K ? weight + k + CHUNK : then;
         for (int p = 0; p < passes; p++) {

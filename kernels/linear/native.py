@@ -11,9 +11,13 @@ COLUMNS = 32  # that a width must be a multiple of
 _LINE = 64  # bytes of a line of the processor's caches
 
 
+def multiplies(columns: int, dtype: torch.dtype) -> bool:
+    """Weights of such a width and dtype, on a CPU."""
+    return dtype == torch.bfloat16 and columns % COLUMNS == 0 and library() is not None
+
+
 def can_multiply(weight: Tensor) -> bool:
-    ours = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
-    return ours and weight.shape[1] % COLUMNS == 0 and library() is not None
+    return weight.device.type == "cpu" and weight.dim() == 2 and multiplies(weight.shape[1], weight.dtype)
 
 
 def aligned(weight: Tensor) -> Tensor:

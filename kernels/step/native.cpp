@@ -118,17 +118,13 @@ static Inputs inputs_of(Taken& from, const Fused& f, int T) {
     return in;
 }
 
-// Columns that are rounded together, of which each part's groups are whole ones; of an ordered part: all.
-static int unit_of(const Fused& f) {
-    const int K = f.parts[0].K, least = K % 256 ? 32 : 256;
+// Columns that are rounded together, of whole groups; all, where they are read in an order of their own.
+static int unit_of(const Product& p) {
+    const int least = p.K % 256 ? 32 : 256;
     int unit = least;
-    for (int i = 0; i < f.count; i++) {
-        const Product& p = f.parts[i];
-        if (p.bits == 16) continue;
-        if (p.order) return p.K;
-        while (unit % p.group) unit += least;
-    }
-    return K % unit ? K : unit;
+    if (p.order) return p.K;
+    while (p.bits != 16 && unit % p.group) unit += least;
+    return p.K % unit ? p.K : unit;
 }
 
 static void multiply_codes(const Product& p, const Rounded& x, int first, int end, int T, uint16_t* y, int stride) {
@@ -231,24 +227,23 @@ static void attend_task(const Layer& l, const Call& c, int p, int from, int to, 
     };
     Query queries[QUERIES];
     int count = 0;
-    auto flush = [&](bool direct) {
+    auto flush = [&](bool direct) {  // whether they take their keys one after the other
         if (count) attend(queries, count, keys, direct ? nullptr : slots, place.base + begin, begin, l.sight, l.scale);
         count = 0;
     };
-    bool before = true;  // whether the queries at hand take their keys one after the other
     for (int t = part.first > from ? part.first : from; t < part.stop && t < to; t++) {
         const int n = row[t].position + 1 - begin < SPLIT ? row[t].position + 1 - begin : SPLIT;
         if (n <= 0) continue;
         const bool unseen = W >= 0 && begin + n <= row[t].position - W + 1 && begin >= l.sight.sink;
-        const bool alone = !row[t].straight && begin + n > part.prefix, direct = runs && !alone;
-        if (unseen || alone || direct != before) flush(before);
+        // a row that does not see all staged before it; such rows are followed by none that does
+        const bool alone = !row[t].straight && begin + n > part.prefix;
         if (alone) {
+            flush(runs);
             const int known = part.prefix - begin > 0 ? part.prefix - begin : 0;
             list(known);
             for (int j = known; j < n; j++)
                 slots[j] = (int32_t)staged_slot(place, part.prefix, row[t].ancestors[begin + j - part.prefix]);
-            listed = known;
-        } else if (!direct) {
+        } else if (!runs) {
             list(n);
         }
         for (int g = 0; g < G; g++) {
@@ -260,24 +255,23 @@ static void attend_task(const Layer& l, const Call& c, int p, int from, int to, 
             }
             queries[count++] = {qkv + (int64_t)t * l.qkv.N + (h * G + g) * D, n, row[t].position,
                                 {out.sum + at, out.most + at, out.values + at * D}};
-            if (count == QUERIES) flush(direct);
+            if (count == QUERIES) flush(runs && !alone);
         }
         if (alone) flush(false);
-        before = alone || direct;
     }
-    flush(before);
+    flush(runs);
 }
 
-// What `of_row` splits of a row say, of all heads.
+// What `of_row` splits of a row say, of all heads. What is not a number stays so.
 static void merge(const Layer& l, int of_row, int D, int splits, Partial of, uint16_t* y) {
     for (int h = 0; h < l.heads; h++, of.sum += splits, of.most += splits, of.values += (int64_t)splits * D) {
-        float top = -INFINITY, whole = 0, weight[of_row];
+        float top = -INFINITY, whole = 0, *weight = of.most;
         for (int s = 0; s < of_row; s++) top = of.most[s] > top ? of.most[s] : top;
         for (int s = 0; s < of_row; s++) {
-            weight[s] = of.most[s] > -INFINITY ? expf(of.most[s] - top) : 0;
+            weight[s] = of.most[s] == -INFINITY ? 0 : expf(of.most[s] - top);
             whole = weight[s] * of.sum[s] + whole;
         }
-        const floats by = all(whole > 0 ? 1.f / whole : whole);
+        const floats by = all(whole == 0 ? whole : 1.f / whole);
         for (int d = 0; d < D; d += 16) {
             floats sum = {};
             for (int s = 0; s < of_row; s++)
@@ -303,7 +297,7 @@ extern "C" int layers(const Call* call) {
         if (c.parts[p].sees) staged += (c.parts[p].stop - c.parts[p].first) * c.parts[p].staged;
     }
     const int splits = (longest + SPLIT - 1) / SPLIT;
-    const int block = c.prompt && T > 32 ? 32 : T;  // rows that attend at once, which bounds what they leave for the merge
+    const int block = T > 32 ? 32 : T;  // rows that attend at once, which bounds what they leave for the merge
     uint16_t *normed, *qkv, *attended, *more, *both, *gated;
     float *sums, *tops, *values, *wide;
     Row* row;
@@ -441,7 +435,7 @@ extern "C" int layers(const Call* call) {
             team.wait();
             times(l.gate_up, in, normed, both);
             in = inputs(l.down);
-            const int unit = unit_of(l.down), units = c.mlp / unit;
+            const int unit = unit_of(l.down.parts[0]), units = c.mlp / unit;
             mine((int64_t)T * units, [&](int64_t item) {
                 const int t = item / units, at = item % units * unit;
                 gate(both + (int64_t)t * 2 * c.mlp, c.mlp, at, at + unit, gated + (int64_t)t * c.mlp);
@@ -485,6 +479,12 @@ extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, 
         else multiply(f, in, x, T, y, me, n);
     }
     return 0;
+}
+
+// Of the structures that are handed over.
+extern "C" void sizes(int* to) {
+    for (const size_t size : {sizeof(Product), sizeof(Fused), sizeof(Layer), sizeof(Pool), sizeof(Place), sizeof(Part), sizeof(Call)})
+        *to++ = (int)size;
 }
 
 // 1: a row has a NaN

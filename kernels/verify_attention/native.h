@@ -176,7 +176,7 @@ static void attend_split(const Query* queries, int count, const Keys& keys, cons
             const int some = longest - at < 16 ? longest - at : 16;
             const floats scales = BITS == 16 ? all(1.f) : scales_of(keys.v_scale, slots ? slots + at : nullptr, first + at, some);
             for (int q = 0; q < Q; q++) {
-                floats p = top[q] > -INFINITY ? exponential(*(floats*)(scores[q] + at) - all(top[q])) : (floats){};
+                floats p = top[q] == -INFINITY ? (floats){} : exponential(*(floats*)(scores[q] + at) - all(top[q]));
                 weight[q] += p;
                 if (BITS != 16) p *= scales;
                 *(floats*)(scores[q] + at) = p;

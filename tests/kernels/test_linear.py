@@ -79,6 +79,18 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
             assert torch.equal(layer(x[-rows:], prefill=True), prompt[-rows:]), rows
 
 
+def test_threads_that_take_a_prompt_s_tiles_as_they_come_change_nothing(rng: torch.Generator) -> None:
+    layer = linear(12288, 576, torch.bfloat16, rng)
+    row_invariant(layer)
+    x = torch.randn(64, 576, generator=rng).bfloat16()
+    want = layer(x, prefill=True)
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(layer(x, prefill=True), want) for _ in range(5))
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("K", [64, 1536, 4864, 8960])
 def test_a_lone_row_is_summed_as_several_are_where_rounding_would_hide_it(K: int, rng: torch.Generator) -> None:
     """All terms cancel and only the rounding of the sums is left; oneDNN has an order of its own for one long row."""

@@ -1,5 +1,6 @@
 """Kernels in C++: compiled once, whole or not at all, and done without where they cannot be."""
 
+import ctypes
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from decodelab.experiments.hardware import resident_bytes
-from decodelab.kernels import native
+from decodelab.kernels import native, step
 from decodelab.kernels.linear import Linear
 from decodelab.kernels.matmul_w4 import native as product
 
@@ -85,6 +86,53 @@ def test_a_compiler_may_speak_in_any_encoding(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("CXX", str(compiler))
     anew_from(str(tmp_path), monkeypatch)
     assert "did not compile them (en-t\ufffdte inconnu)" in str(native.missing())
+
+
+def test_a_compiler_that_takes_too_long_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-o*) echo warned >&2; exec sleep 9;; esac\necho 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native, "_SECONDS", 0.3)
+    anew_from(str(tmp_path), monkeypatch)
+    assert str(native.missing()).endswith("did not compile them in 0.3 s")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    (tmp_path / "file").touch()
+    anew_from(str(tmp_path / "file"), monkeypatch)
+    assert "cannot be kept" in str(native.missing())
+    assert "DECODELAB_NATIVE may name another folder" in str(native.missing())
+
+
+def test_structures_are_what_c_has() -> None:
+    if (found := native.library()) is None:
+        pytest.skip(str(native.missing()))
+    each = (native.Product, step.Fused, step.Layer, step.Pool, step.Place, step.Part, step.Call)
+    sizes = (ctypes.c_int * len(each))()
+    found.sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(one) for one in each]
+
+
+def test_products_are_the_same_without_instructions_for_bfloat16(
+    tmp_path: Path, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-mno-avx512bf16"))
+    anew_from(str(tmp_path), monkeypatch)
+    weight, x = torch.randn(45, 352, generator=rng).bfloat16(), torch.randn(20, 352, generator=rng).bfloat16()
+    layer = Linear(weight)
+    assert layer.implementation == "native"
+    got, want = layer(x), x.double() @ weight.double().T
+    for each in (got, layer(x, prefill=True)):
+        assert (each - want).norm() < 2**-8 * want.norm()
+    for rows in (1, 2, 3, 5, 8):
+        assert torch.equal(layer(x[:rows]), got[:rows])
 
 
 def anew_from(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,16 @@ CASES: dict[str, tuple[PretrainedConfig, Quantise | None, tuple[LayerKV, ...] | 
         eight_bits,
         None,
     ),
-    "smollm3": (SmolLM3Config(**SIZES | {"intermediate_size": 352}, no_rope_layers=[1, 0]), None, None),
+    "smollm3": (SmolLM3Config(**SIZES | {"intermediate_size": 4064}, no_rope_layers=[1, 0]), None, None),
     "mistral, windows as masks": (MistralConfig(**SIZES), None, (LayerKV(0, 2, 300, 3), LayerKV(1, 2, 4, 1))),
     "mistral, rings": (MistralConfig(**SIZES), None, (LayerKV(0, 2, 300, 3), LayerKV(1, 2, 4, 1))),
     "llama, 8 and 4 bits": (LlamaConfig(**SIZES), None, (LayerKV(0, 2, bits=8), LayerKV(1, 2, 270, 5, bits=4))),
-    "qwen3, pages": (Qwen3Config(**SIZES, head_dim=64), None, None),
-    "llama, pages of 4 and 8 bits": (LlamaConfig(**SIZES), None, (LayerKV(0, 2, bits=4), LayerKV(1, 2, 9, bits=8))),
+    "qwen3, pages": (Qwen3Config(**SIZES, head_dim=128), None, None),
+    "llama, pages of 4 and 8 bits": (
+        LlamaConfig(**SIZES, head_dim=256),
+        None,
+        (LayerKV(0, 2, bits=4), LayerKV(1, 2, 9, bits=8)),
+    ),
 }
 
 
@@ -128,7 +132,6 @@ PREFIXES = (514, 40, 3)  # a short window looks over a border of the kernel's sp
 def fed(name: str, model: Decoder, layers: list[int] | None = None) -> list[Tensor]:
     """Logits and hidden states of forests behind prompts, of a row behind a staged one, and of rows behind what was
     kept."""
-    model._reach(900)
     cache = opened(name, model, 4)
     _d, a, b, c = (cache.open() for _ in range(4))
     for sequence, size in zip((a, b, c), PREFIXES, strict=True):
@@ -158,7 +161,6 @@ def test_it_computes_what_torch_s_operations_do(name: str, monkeypatch: pytest.M
 def prompted(name: str, model: Decoder) -> list[Tensor]:
     """Logits of prompts side by side, long ones alone and a short one beside them, of a prompt behind what is kept, and
     of a row behind all that."""
-    model._reach(900)
     got = []
     for sizes in ((300, 260), (20, 90, 450)):
         cache = opened(name, model, 4)
@@ -195,7 +197,6 @@ def test_prompts_are_computed_as_torch_s_operations_do(
 def test_a_prompt_s_rows_have_the_same_bits_however_it_is_cut(name: str) -> None:
     """So that a prompt behind shared pages, or beside others, decodes as it would alone."""
     model, size = decoder(name), 600
-    model._reach(900)
     prompt, other = [(7 * i) % 58 + 3 for i in range(size)], [9] * 30
     got = []
     for threads, cuts in ((1, []), (2, [300]), (1, [513, 599]), (2, [64, 536])):
@@ -215,6 +216,44 @@ def test_a_prompt_s_rows_have_the_same_bits_however_it_is_cut(name: str) -> None
         assert torch.equal(other_cut, got[0])
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral, rings", "qwen3, pages"])
+@torch.inference_mode()
+def test_a_large_forest_may_come_at_once_or_in_two_forwards(name: str) -> None:
+    model, size = decoder(name), 620
+    random = torch.Generator().manual_seed(3)
+    parents = torch.tensor([int(torch.randint(max(-1, i - 9), i, (), generator=random)) for i in range(size)])
+    tokens = torch.randint(3, 61, (size,), generator=random)
+    got = []
+    for cuts in ([], [260]):
+        cache = opened(name, model, 2)
+        sequence = cache.open()
+        model(chains([[7, 8, 9] * 30], [sequence], prompt=True), cache)
+        cache.commit({sequence: range(90)})
+        pieces = [
+            Rows(tokens[a:b], parents[a:b], torch.full((b - a,), sequence), False, first=a)
+            for a, b in pairwise([0, *cuts, size])
+        ]
+        got.append(torch.cat([model(rows, cache).logits for rows in pieces]))
+    assert torch.equal(*got)
+
+
+@torch.inference_mode()
+def test_what_is_not_a_number_reaches_those_that_see_it_and_no_other_sequence() -> None:
+    model = decoder("llama")
+    kept = model.embedding[9].clone()
+    model.embedding[9] = float("nan")
+    try:
+        cache = opened("llama", model, 2)
+        a, b = cache.open(), cache.open()
+        rows = torch.tensor([5, 9, 7, 6, 5, 7])
+        forest = Rows(rows, torch.tensor([-1, 0, 1, 0, -1, 4]), torch.tensor([a, a, a, a, b, b]), False)
+        bad = model(forest, cache).logits.isnan().any(1)
+    finally:
+        model.embedding[9] = kept
+    assert bad[1:3].tolist() == [True, True]
+    assert not bad[4:].any()
+
+
 def test_layers_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder("llama")
     got = fed("llama", model, [1])
@@ -229,7 +268,6 @@ def test_layers_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_has_the_same_bits_in_a_tree_and_alone(name: str, threads: int) -> None:
     """Wherever its ancestors are staged, whatever rows and sequences stand beside it, over a border of splits too."""
     model, prefix, depth = decoder(name), 250, 12
-    model._reach(900)
     ids = [(5 * i) % 58 + 3 for i in range(depth)]
     torch.set_num_threads(threads)
     try:
@@ -275,6 +313,16 @@ def test_greedy_speculation_emits_what_plain_decoding_does(name: str) -> None:
     got = loop.generate(model, asked, drafter, Greedy(), seed=0)
     assert [g.tokens for g in got] == plain
     assert sum(step.accepted for g in got for step in g.steps) > 20
+
+
+def test_inputs_that_are_rounded_for_a_weight_that_is_dequantised_are_none_of_its() -> None:
+    config = LlamaConfig(**SIZES)
+    tensors = {n: w.bfloat16() for n, w in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    name = "model.layers.1.mlp.down_proj"
+    codes = replace(round_to_nearest(tensors[f"{name}.weight"].float(), Grid(8, 32, True)), activation_bits=8)
+    rounds = Decoder(ModelConfig.from_hf(config), tensors, dtype=torch.bfloat16, codes={name: codes})
+    assert "dequantised" in rounds.implementation["linear"]
+    assert rounds.implementation["attention"].startswith("row-wise")
 
 
 def test_what_it_does_not_take_is_computed_as_ever() -> None:
