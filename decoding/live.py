@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, compress
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention.cache import Cache
@@ -123,6 +124,8 @@ class Live:
 
 def _proposed(draft: Draft, sources: Sequence[str]) -> dict[str, int]:
     """How many candidates each source offered; 0 for those that did not."""
+    if not draft.tokens:
+        return dict.fromkeys(sources, 0)
     offered = Counter(chain(compress(draft.source, draft.judged), *compress(draft.also, draft.judged)))
     return {name: offered[source] for source, name in enumerate(sources)}
 
@@ -161,7 +164,13 @@ def assemble(live: Sequence[Live], drafts: Sequence[Draft]) -> tuple[Rows, list[
         parents += [-1, *(at + 1 + parent for parent in draft.parents)]
         owner += [s.slot] * (1 + len(draft))
     chain = all(draft.is_chain for draft in drafts)
-    return Rows(torch.tensor(tokens), torch.tensor(parents), torch.tensor(owner), chain=chain), starts
+    return Rows(torch.tensor(tokens), _tensor(tuple(parents)), _tensor(tuple(owner)), chain=chain), starts
+
+
+@lru_cache(maxsize=1024)
+def _tensor(numbers: tuple[int, ...]) -> Int[Tensor, " T"]:
+    """Read only. Drafts repeat their shape step after step."""
+    return torch.tensor(numbers)
 
 
 def seen(

@@ -24,7 +24,8 @@ PROMPT_LOOKUP_TOKENS = 10
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One generation. `first`: tokens in the first delivery; `ttft_s`: until it; `decode_s`: from it to the last one;
-    `steps`: deliveries after the first; `forwards_s`: of the steps, in the model's forwards, where that is known.
+    `steps`: deliveries after the first; `arithmetic_s`: of the steps, in the model's arithmetic: in our own kernels of
+    the CPU, or else in its forwards.
 
     In a speculative mode the pass that reads the prompt verifies a draft as well, so `first` may be more than one.
     """
@@ -34,7 +35,7 @@ class Turn:
     ttft_s: float
     decode_s: float
     steps: int
-    forwards_s: float | None = None
+    arithmetic_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

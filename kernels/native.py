@@ -34,6 +34,7 @@ def library() -> ctypes.CDLL | None:
     found.layers.argtypes = [ctypes.c_void_p]
     found.norm_rows.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_float, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     found.norm_rows.restype = None
+    found.nanoseconds.restype = ctypes.c_int64
     found.argmax.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return found
 
@@ -67,6 +68,11 @@ def argmax(x: Shaped[Tensor, "R N"]) -> list[int] | None:
         return None
     x, numbers = x.contiguous(), (ctypes.c_int64 * len(x))()
     return None if found.argmax(x.data_ptr(), *x.shape, numbers) else list(numbers)
+
+
+def seconds() -> float | None:
+    """How long its calls took, all together, since the process began; None where there are none."""
+    return None if (found := library()) is None else found.nanoseconds() / 1e9
 
 
 @cache

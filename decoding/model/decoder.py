@@ -179,7 +179,7 @@ class Decoder(nn.Module):
             return self._scored(step, rows.tokens.to(self.device, non_blocking=True), wanted, taps, order)
         x = F.embedding(rows.tokens.to(self.device, non_blocking=True), self.embedding)
         hidden: dict[Tap, Tensor] = {}
-        self._reach(int(place.host_positions.max(initial=-1)) + 1)
+        self._reach(max((part.slot + part.stop - part.first for part in place.parts), default=0))
         if self._native is not None:
             x = self._natively(x, order, cache, place, hidden, taps)
         else:
@@ -264,5 +264,5 @@ class Decoder(nn.Module):
             if b > a:
                 x = self._native(x, order[a:b], cache, place, self.cos, self.sin)
             if b < len(order):
-                hidden[order[b]] = x
+                hidden[order[b]] = x.clone()
         return x

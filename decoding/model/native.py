@@ -3,6 +3,8 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from jaxtyping import BFloat16
@@ -56,9 +58,9 @@ class NativeLayers:
         cos: Tensor,
         sin: Tensor,
     ) -> BFloat16[Tensor, "T dim"]:
-        """The stream behind the layers `order`. `cos`, `sin`: of all positions."""
-        c, x, lies = self.config, x.clone(), cache.lying(place.parts)
-        numbers, cut = (ctypes.c_int32 * len(order))(*order), -(-len(x) // _MOST)
+        """The stream behind the layers `order`, in place. `cos`, `sin`: of all positions."""
+        c, lies = self.config, cache.lying(place.parts)
+        numbers, cut = _numbers(tuple(order)), -(-len(x) // _MOST)
         for i in range(cut):
             a, b = len(x) * i // cut, len(x) * (i + 1) // cut
             parts = (Part * len(place.parts))()
@@ -67,10 +69,16 @@ class NativeLayers:
                 if first == stop:
                     continue
                 staged = part.stop - part.first if part.causal else len(part.sees)
-                at.sees, at.width = None if part.causal else part.sees.ctypes.data, len(part.sees)
+                if not part.causal and staged > 1:
+                    at.sees, at.width = part.sees.ctypes.data, staged
                 at.first, at.stop, at.prefix, at.staged = first - a, stop - a, part.committed, staged - part.stop + stop
             addresses = (ctypes.addressof(each) for each in (self.layers, lies.pools, lies.places, numbers, parts))
             tensors = (each.data_ptr() for each in (place.positions[a:b], cos, sin, x[a:b]))
             sizes = (len(order), len(parts), b - a, c.dim, c.head_dim, c.mlp_dim, torch.get_num_threads(), place.prompt)
             run(Call(*addresses, *tensors, *sizes))
         return x
+
+
+@lru_cache
+def _numbers(order: tuple[int, ...]) -> Any:
+    return (ctypes.c_int32 * len(order))(*order)

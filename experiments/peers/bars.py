@@ -45,7 +45,7 @@ class Bar:
 class Facts:
     """Of contenders whose output is sound. `tpot`: seconds a token; `faster`, `sooner`: how many times, per token and
     to the first one; `seconds[forward][k]`: of a forward of k rows, each time; `share`: of the read bandwidth,
-    `outside`: of plain decoding's time outside its forwards; `large`: whether reading weights is what a step does."""
+    `outside`: of plain decoding's time outside the model's arithmetic; `large`: whether reading weights is what a step does."""
 
     contenders: Sequence[Contender]
     tpot: Mapping[str, float]
@@ -132,4 +132,4 @@ def _plain(facts: Facts) -> Iterator[Bar]:
         return
     if facts.large and (share := facts.share.get(plain.name)) is not None:
         yield Bar("of the read bandwidth", plain.name, None, share, "≥", 0.75, "%")
-    yield Bar("outside the forwards", plain.name, None, facts.outside[plain.name], "≤", 0.05, "%")
+    yield Bar("outside the arithmetic", plain.name, None, facts.outside[plain.name], "≤", 0.05, "%")

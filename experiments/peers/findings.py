@@ -165,7 +165,9 @@ def _output(measured: Measured, one: Contender, prompts: Sequence[str]) -> dict[
 def _outside(one: Contender, measured: Measured, of: _Sums, prompts: Sequence[str]) -> Interval:
     """The share of decoding's time in which no forward runs, by the log of events."""
     turns = [measured.turns[one.name][prompt] for prompt in prompts]
-    return ratio_interval(of.seconds - np.array([sum(t.forwards_s or 0.0 for t in each) for each in turns]), of.seconds)
+    return ratio_interval(
+        of.seconds - np.array([sum(t.arithmetic_s or 0.0 for t in each) for each in turns]), of.seconds
+    )
 
 
 def _bare(one: Contender, measured: Measured, of: _Sums) -> float | None:

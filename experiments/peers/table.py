@@ -107,7 +107,7 @@ def _memory(found: Mapping[str, Any]) -> Iterator[str]:
         outside = found["outside"][name]
         yield (
             f"{name} uses {percent(share['value'])} of it; {percent(outside['share']['value'])} of its time is outside "
-            f"its forwards; forwards alone, timed beside it, take {percent(outside['bare'])} of its time"
+            f"the model's arithmetic; forwards alone, timed beside it, take {percent(outside['bare'])} of its time"
         )
     for name, one in found["resident"].items():
         yield (

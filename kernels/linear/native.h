@@ -25,7 +25,8 @@ static inline void dense_block(const uint16_t* w, const uint16_t* bias, int outp
 #pragma GCC unroll 16
         for (int o = 0; o < O; o++) {
             some[o] = _mm512_loadu_si512(weight[o] + k);
-            _mm_prefetch(ALONG ? ahead : (const char*)(weight[o] + (int64_t)O * K + k), _MM_HINT_T0);
+            if (ALONG && O == 1) _mm_prefetch(ahead, _MM_HINT_NTA);  // read once: what else is cached may stay
+            else _mm_prefetch(ALONG ? ahead : (const char*)(weight[o] + (int64_t)O * K + k), _MM_HINT_T0);
             ahead += 64;
         }
 #pragma GCC unroll 16

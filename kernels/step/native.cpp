@@ -4,10 +4,22 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include <chrono>
+
 #include "../argmax/native.h"
 #include "../linear/native.h"
 #include "../matmul_w4/native.h"
 #include "../verify_attention/native.h"
+
+// Adds up how long calls took, for those who ask what the rest of a step is.
+struct Timed {
+    static std::atomic<int64_t> nanoseconds;
+    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    ~Timed() { nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count(); }
+};
+std::atomic<int64_t> Timed::nanoseconds{0};
+
+extern "C" int64_t nanoseconds() { return Timed::nanoseconds; }
 
 struct Product {
     const uint8_t* data;    // codes (bits 4, 8), or bfloat16 [N, K] (bits 16)
@@ -282,6 +294,7 @@ static void merge(const Layer& l, int of_row, int D, int splits, Partial of, uin
 }
 
 extern "C" int layers(const Call* call) {
+    const Timed timed;
     const Call& c = *call;
     const int T = c.T, D = c.head_dim;
     static thread_local Room room;
@@ -450,11 +463,13 @@ extern "C" int layers(const Call* call) {
 }
 
 extern "C" void norm_rows(const uint16_t* x, const uint16_t* weight, float eps, int T, int dim, uint16_t* y) {
+    const Timed timed;
     for (int64_t t = 0; t < T; t++) norm(x + t * dim, weight, eps, dim, y + t * dim);
 }
 
 // y [T, N] = x [T, K] Wᵀ + b
 extern "C" int product(const Product* p, const uint16_t* x, uint16_t* y, int T, int threads, int prompt) {
+    const Timed timed;
     const Fused f = {{*p}, 1, p->N};
     static thread_local Room room;
     Inputs in;
@@ -489,6 +504,7 @@ extern "C" void sizes(int* to) {
 
 // 1: a row has a NaN
 extern "C" int argmax(const uint16_t* x, int64_t rows, int64_t n, int64_t* out) {
+    const Timed timed;
     for (int64_t r = 0; r < rows; r++)
         if ((out[r] = argmax_row(x + r * n, n)) < 0) return 1;
     return 0;

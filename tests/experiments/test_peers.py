@@ -256,7 +256,7 @@ def test_bars_take_the_fastest_of_each_kind():
             ("8 rows in one forward", "plain", "hf"): (2.0, True),
             ("8 rows in one forward", "low", "llama"): (2.0, False),
             ("T(8) ÷ T(1)", "low", None): (1.8, False),
-            ("outside the forwards", "plain", None): (0.8, False),
+            ("outside the arithmetic", "plain", None): (0.8, False),
         }
         expected[("of the read bandwidth", "plain", None) if large else ("plain decoding", "plain", "hf")] = (
             (0.8, True) if large else (3.0, True)
