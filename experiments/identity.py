@@ -12,6 +12,7 @@ import torch
 from ..attention.layout import Layout
 from ..decoding.model.source import ModelSpec, Source, open_source
 from ..errors import UserError
+from ..kernels.native import missing
 from ..quantization.formats import NATIVE
 from .composition import layout_of, resolve_device, resolve_dtype
 from .config import RunConfig
@@ -127,6 +128,7 @@ def identify(
         "task": None if task is None else task.digest,
         "quality": quality_digest(config),
         "replay": None,
+        **({} if standing_in(dtype, device) is None else {"kernels": "torch"}),
     }
     # what `auto` and null came to is part of what was run
     settled = {
@@ -163,6 +165,13 @@ def _identify_replay(config: RunConfig, replay: str, opened: Callable[[ModelSpec
     cpu, why = torch.device("cpu"), "nothing is computed in it"
     key = run_key(resolved, digests)
     return Identity(source, recording.task, cpu, torch.float32, why, digests, resolved, slug, key, recording)
+
+
+def standing_in(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why PyTorch computes what our own kernels of the CPU would, and round otherwise; None where they do."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or (why := missing()) is None:
+        return None
+    return f"PyTorch's operations stand in for our own kernels of the CPU: {why}"
 
 
 def drafter_name(config: RunConfig) -> str:

@@ -346,7 +346,9 @@ def _running(out: Measurement) -> str:
     same = sum(s.divergence is None for s in out.samples)
     text = f"{same}/{len(out.samples)} identical"
     if out.timed:
-        base, ours = sum(s.baseline.decode_s for s in out.samples), sum(s.strategy.decode_s for s in out.samples)
+        each = units(out.samples)
+        base = sum(metrics.decode_seconds([s.baseline for s in unit]) for unit in each)
+        ours = sum(metrics.decode_seconds([s.strategy for s in unit]) for unit in each)
         if ours:
             text = f"speedup {base / ours:.2f}x, {text}"
     return text

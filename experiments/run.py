@@ -22,7 +22,7 @@ from .composition import draft_models, resolve, unused_gpu
 from .config import RunConfig
 from .files import make_folder, read_result, unwritable, write_result
 from .format import BUSY, NOISY, attention_name, counted
-from .identity import Identity, drafter_name, identify, overlaps
+from .identity import Identity, drafter_name, identify, overlaps, standing_in
 from .lab import Heard, Lab, Progress, Warm, build_lab
 from .measure import Measurement, Sample, ask_hf, measure, units
 from .memory import Plan
@@ -96,6 +96,8 @@ def _execute(config: RunConfig, speed: bool, warm: Warm, sweep: str | None, key:
         notes = [*overlapping, *resolve(config, source, what.task).notes()]
         if (idle := unused_gpu()) is not None:
             notes.append(idle)
+        if (instead := standing_in(dtype, device)) is not None:
+            notes.append(instead)
         if exam is None and config.acceptance.guarantee == "lossy":
             notes.append(UNKNOWN_COST)
         folder = _folder(config, what, started)

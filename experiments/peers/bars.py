@@ -45,7 +45,7 @@ class Bar:
 class Facts:
     """Of contenders whose output is sound. `tpot`: seconds a token; `faster`, `sooner`: how many times, per token and
     to the first one; `seconds[forward][k]`: of a forward of k rows, each time; `share`: of the read bandwidth,
-    `outside`: of plain decoding's time outside the model's arithmetic; `large`: whether reading weights is what a step does."""
+    `outside`: of plain decoding's time outside the model's arithmetic; `large`: whether a step is reading weights."""
 
     contenders: Sequence[Contender]
     tpot: Mapping[str, float]

@@ -44,7 +44,7 @@ from .findings import Race, findings
 from .ours import Ours, contender, name_of
 from .race import Contender, Forward, Kind, Prompt, race
 
-RESULT, TURNS = "peers.json", "turns.jsonl"
+RESULT, TURNS, TABLE = "peers.json", "turns.jsonl", "peers.txt"
 SCHEMA = 1
 _DEFAULT = "transformers assisted"  # as it comes
 
@@ -129,6 +129,9 @@ def peers(cells: Sequence[Cell], configs: Sequence[RunConfig], config_dirs: Sequ
             write_atomic(folder / RESULT, json.dumps(found, indent=1, default=str) + "\n")
             table.show(done, console)
             console.print()
+            with (folder / TABLE).open("a", encoding="utf-8") as lines:
+                table.show(done, Console(file=lines, width=100, highlight=False, markup=False))
+                lines.write("\n")
             if done["interrupted"]:
                 break
     console.print(f"written to {folder}", soft_wrap=True)
@@ -198,6 +201,8 @@ def _race(
         draft = assistant([spec for e in some for spec in draft_models(e.config.drafting)], base)
         _check_memory(some, targets, base, draft, None if reason else base.file, loaded)
         memory = _resident(some, targets, loaded, config_dirs, watch) if job.resident else {}
+        notes += [f"resident memory of {name}: {why}" for name, why in memory.items() if isinstance(why, str)]
+        resident_of = {name: one for name, one in memory.items() if isinstance(one, resident.Resident)}
 
         most = max(len(prompt.ids) for prompt in prompts) + limit
         context = sum(len(prompt.ids) for prompt in prompts) // len(prompts) + limit // 2
@@ -236,14 +241,14 @@ def _race(
     large = Held.of(base, what.dtype, what.device).bytes >= bars.LARGE
     lengths = {prompt.id: len(prompt.ids) for prompt in prompts}
     found = findings(Race(up.contenders, up.forwards, context, lengths, up.bytes_read, large), measured)
-    found["bars"] += [bars.memory_bar(name, one).as_dict() for name, one in memory.items()]
+    found["bars"] += [bars.memory_bar(name, one).as_dict() for name, one in resident_of.items()]
     return {
         "model": base.label,
         "task": what.task.label,
         "dtype": what.resolved["dtype"],
         "device": hardware.describe_device(what.device),
         **found,
-        "resident": {name: asdict(one) for name, one in memory.items()},
+        "resident": {name: asdict(one) for name, one in resident_of.items()},
         "others_cores": busy,
         "implementation": {name: mine.lab.target.implementation for name, mine in up.mine.items()},
         "notes": list(dict.fromkeys([*notes, *told, *([NOISY] if busy > BUSY else []), *heard.texts])),
@@ -388,17 +393,15 @@ def _transformers(entry: Entry, base: Source, draft: Source | None, loaded: Load
 
 def _resident(
     some: Sequence[Entry], targets: Sequence[Source], loaded: Loaded, config_dirs: Sequence[Path], watch: Watch
-) -> dict[str, resident.Resident]:
-    """Of each target that is not loaded here yet, one after the other."""
-    found: dict[str, resident.Resident] = {}
+) -> dict[str, resident.Resident | str]:
+    """Of each target that is not loaded here yet, one after the other; or why it is not known."""
+    found: dict[str, resident.Resident | str] = {}
     for i, (entry, source) in enumerate(zip(some, targets, strict=True)):
         name = _target_name(entry, source)
         watch.step("resident memory", i, len(some), name)
         if name in found or source.identity in loaded.targets or entry.what.device.type != "cpu":
             continue
-        one = resident.measured(entry.cell.overrides, config_dirs, torch.get_num_threads())
-        if one is not None:
-            found[name] = one
+        found[name] = resident.measured(entry.cell.overrides, config_dirs, torch.get_num_threads())
     return found
 
 

@@ -163,11 +163,10 @@ def _output(measured: Measured, one: Contender, prompts: Sequence[str]) -> dict[
 
 
 def _outside(one: Contender, measured: Measured, of: _Sums, prompts: Sequence[str]) -> Interval:
-    """The share of decoding's time in which no forward runs, by the log of events."""
+    """The share of decoding's time that is not the model's arithmetic."""
     turns = [measured.turns[one.name][prompt] for prompt in prompts]
-    return ratio_interval(
-        of.seconds - np.array([sum(t.arithmetic_s or 0.0 for t in each) for each in turns]), of.seconds
-    )
+    arithmetic = np.array([sum(turn.arithmetic_s or 0.0 for turn in each) for each in turns])
+    return ratio_interval(of.seconds - arithmetic, of.seconds)
 
 
 def _bare(one: Contender, measured: Measured, of: _Sums) -> float | None:

@@ -26,14 +26,14 @@ class Resident:
     kv: int
 
 
-def measured(overrides: Sequence[str], config_dirs: Sequence[Path], threads: int) -> Resident | None:
-    """In a new process. None where the system does not tell, or the process failed: that is no reason to stop."""
+def measured(overrides: Sequence[str], config_dirs: Sequence[Path], threads: int) -> Resident | str:
+    """In a new process. Why not, where the system does not tell or the process failed: that is no reason to stop."""
     asked = json.dumps([list(overrides), [str(folder) for folder in config_dirs], threads])
     done = subprocess.run([sys.executable, "-m", __name__, asked], capture_output=True, text=True, check=False)
     try:
         return Resident(**json.loads(done.stdout))
     except (ValueError, TypeError):
-        return None
+        return (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
 
 
 def main(asked: str) -> int:

@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ..format import counted, interval, number, percent, seconds, size
+from ..format import BUSY, counted, interval, number, percent, seconds, size
 from ..table import columns
 
 _NAME = 24  # characters of a contender's name
@@ -33,7 +33,7 @@ def _parts(found: Mapping[str, Any]) -> Iterator[Any]:
     yield from map(Text, _memory(found))
     if found["bars"]:
         yield Text()
-        yield _bars(found["bars"])
+        yield _bars(found["bars"], busy=found["others_cores"] > BUSY)
     yield from (Text(f"{name}: {one['settings']}", style="dim") for name, one in found["contenders"].items())
     yield from (Text(f"note: {note}", style="yellow") for note in found["notes"])
 
@@ -116,10 +116,10 @@ def _memory(found: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _bars(found: Sequence[Mapping[str, Any]]) -> Table:
+def _bars(found: Sequence[Mapping[str, Any]], busy: bool) -> Table:
     table = columns("bar", "measured [95 %]", "must be", "")
     for bar in found:
-        met = {None: "–", True: "met", False: "missed"}[bar["met"]]
+        met = {None: "–", True: "met", False: "missed"}[bar["met"]] + (" (busy)" if busy else "")
         style = {None: "", True: "green", False: "yellow"}[bar["met"]]
         what = f"{bar['what']} (stretch)" if bar["stretch"] else bar["what"]
         who = f"  {bar['ours']}" if bar["theirs"] is None else f"  {bar['ours']} ÷ {bar['theirs']}"

@@ -1,4 +1,7 @@
-"""The layers of a model over rows of sequences in one call, on a CPU: native.cpp, as C has it. Pointers keep nothing alive."""
+"""The layers of a model over rows of sequences in one call, on a CPU: native.cpp, as C has it.
+
+Pointers keep nothing alive.
+"""
 
 import ctypes
 from collections.abc import Sequence

@@ -339,6 +339,22 @@ def test_llama_cpp_itself():
     assert peer.forward(40, 8)(8) > 0
 
 
+def test_resident_memory_is_what_the_model_added(peers, monkeypatch: pytest.MonkeyPatch):
+    told = iter([resident.Resident(before=100, peak=350, weights=150, kv=50), "no memory left"])
+    monkeypatch.setattr(resident, "measured", lambda *_: next(told))
+    assert peers("peers.resident=true", "peers.rounds=1", "sweep=[{drafting: none, quantization: [none, w8a8]}]") == 0
+    (done,) = peers.found()["races"]
+    (bar,) = [bar for bar in done["bars"] if bar["what"] == "resident ÷ weights and KV"]
+    assert (bar["value"]["value"], bar["met"]) == (1.25, True)
+    (left,) = [note for note in done["notes"] if "resident" in note]
+    assert left.endswith(": no memory left")
+    assert "resident ÷ weights and KV" in (peers.folder / "peers.txt").read_text(encoding="utf-8")
+
+
+def test_a_process_that_fails_says_why():
+    assert "/nowhere" in str(resident.measured(["model.path=/nowhere"], [], 1))
+
+
 def test_resident_memory_is_of_a_model_that_decodes(bench: Bench, capsys: pytest.CaptureFixture[str]):
     task = bench.root / "task.jsonl"
     task.write_text(json.dumps(ROWS[0]))

@@ -1,5 +1,6 @@
 """`decodelab run`, whole, on a tiny model: exit codes, folders, what is said, and every part in one command."""
 
+import json
 import re
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from decodelab.decoding import cost
-from decodelab.experiments import measure, run
+from decodelab.experiments import identity, measure, run
 from decodelab.experiments.cli import main
 from decodelab.experiments.compose import compose
 from decodelab.experiments.hardware import Peaks
@@ -265,6 +266,19 @@ def test_an_unused_gpu_is_told(bench: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "unused_gpu", lambda: "this machine has an NVIDIA GPU")
     assert bench.run("timing=untimed") == 0
     assert bench.result["warnings"] == ["this machine has an NVIDIA GPU"]
+
+
+def test_kernels_that_do_not_run_are_told_and_make_another_run(bench: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(identity, "missing", lambda: None)
+    assert bench.run("timing=untimed", "dtype=bfloat16") == 0
+    with_ours = bench.result
+    monkeypatch.setattr(identity, "missing", lambda: "there is no compiler")
+    assert bench.run("timing=untimed", "dtype=bfloat16", f"output={bench.folder}-2") == 0
+    without = json.loads((bench.folder.with_name(f"{bench.folder.name}-2") / "result.json").read_text())
+    told = "PyTorch's operations stand in for our own kernels of the CPU: there is no compiler"
+    assert told in without["warnings"]
+    assert told not in with_ours["warnings"]
+    assert without["key"] != with_ours["key"]
 
 
 def test_threads_are_for_this_run_alone(bench: Any, monkeypatch: pytest.MonkeyPatch):
