@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
 class Product(ctypes.Structure):
     """y [T, N] = x [T, K] Wᵀ + b, all in bfloat16: pointers to W as it is or in codes, to b, and to the order in which
     columns are read. `whole`: a row is rounded with one scale. It keeps none of them alive. `prefill`: the rows are a
-    prompt's, which are summed in another order: that of a product of many."""
+    prompt's, which over 16 bits are summed in another order: that of a product of many."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "bias", "order")),

@@ -1,4 +1,4 @@
-"""Our own product of few rows with codes of 4 or 8 bits in groups (native.cpp): of x rounded to 8 bits in blocks of 32
+"""Our own product with codes of 4 or 8 bits in groups (native.h): of x rounded to 8 bits in blocks of 32
 columns, which VNNI's sums of integers take, so that 8 rows cost hardly more than one. A row has the same bits whatever
 rows stand beside it, prompts included."""
 

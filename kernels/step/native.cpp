@@ -1,6 +1,6 @@
 // Layers of the Llama family over rows of sequences, in one call: products, norms, rotation, attention, gate. All rows go
-// through one order of operations, so that a row has the same bits whatever rows stand beside it; what is between two
-// operations is rounded to bfloat16, as in the model's own code. And a product alone.
+// through one order of operations, those of prompts through another, so that a row has the same bits whatever rows stand
+// beside it; what is between two operations is rounded to bfloat16, as in the model's own code. And a product alone.
 #include <omp.h>
 #include <stdlib.h>
 
