@@ -59,7 +59,7 @@ static void dense_outputs(const uint16_t* weight, const uint16_t* bias, int K, i
 static void dense(const uint16_t* weight, const uint16_t* bias, int K, int first, int stop, const uint16_t* x, int T, uint16_t* y,
                   int64_t stride) {
     decltype(&dense_outputs<1, 1>) each;
-    if (T == 1) each = K <= 2048 ? dense_outputs<1, 1, 4096> : dense_outputs<16, 1>;
+    if (T == 1) each = K <= 2048 ? dense_outputs<1, 1, 4096> : dense_outputs<8, 1>;
     else if (T == 2) each = K <= 2048 ? dense_outputs<1, 2, 4096> : dense_outputs<8, 2>;
     else if (T <= 4) each = K <= 2048 ? dense_outputs<4, 4, 8192> : dense_outputs<4, 4>;
     else if (T > 5 && T <= 8 && K <= 1024) each = dense_outputs<3, 8, 8192>;
