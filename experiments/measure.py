@@ -92,17 +92,19 @@ class Sides:
         self._plain = plain if kind is None else {kind: plain[kind]}
         self.baseline_kind = next(iter(self._plain))
 
-    def warm_up(self, requests: Sequence[Request]) -> None:
+    def warm_up(self, requests: Sequence[Request], progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Each side twice; the plain decoding whose better run was the faster becomes the baseline. What was drafted or
-        is left in pages must not be known already when it is timed, so all of it is forgotten."""
+        is left in pages must not be known already when it is timed, so all of it is forgotten. `progress(done, of)`
+        counts what was decoded."""
         short = [_shortened(r, WARM_TOKENS) for r in requests]
         seconds: dict[str, float] = {}
-        for _ in range(2):
-            for kind, run in self._plain.items():
-                done = finish(run(short, self._seed))
+        runs = [*self._plain.items(), (None, self._lab.strategy)] * 2
+        for i, (kind, run) in enumerate(runs):
+            progress(i, len(runs))
+            done = finish(run(short, self._seed))
+            if kind is not None:
                 spent = max(g.latency_s for g in done) - max(g.ttft_s for g in done)
                 seconds[kind] = min(spent, seconds.get(kind, spent))
-            finish(self._lab.strategy(short, self._seed))
         self.baseline_kind = min(seconds, key=lambda kind: seconds[kind])
         for kind in self._plain.keys() - {self.baseline_kind}:
             self._lab.pools.pop(kind, None)
@@ -202,9 +204,10 @@ def measure(
     try:
         for unit, (names, items, requests) in enumerate(_units(lab, task, settings, batch, first, out)):
             if unit == 0 and out.timed:
-                if progress is not None:
-                    progress(0, total, "warming up")
-                sides.warm_up(requests)
+                if progress is None:
+                    sides.warm_up(requests)
+                else:
+                    sides.warm_up(requests, lambda i, of: progress(0, total, f"warming up {i}/{of}"))
                 out.baseline_kind = sides.baseline_kind
             if out.timed:
                 baseline, strategy = (anchored.both if anchored else _both)(sides, requests, unit)

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -89,9 +90,9 @@ def missing() -> str | None:
             _compile(compiler, _path())
         ctypes.CDLL(str(_path()))
     except subprocess.TimeoutExpired:
-        return f"{compiler} did not compile them in {_SECONDS} s"
+        return f"{compiler[0]} did not compile them in {_SECONDS} s"
     except subprocess.CalledProcessError as error:
-        return f"{compiler} did not compile them ({_line(error.stderr.strip() or error)})"
+        return f"{compiler[0]} did not compile them ({_line(error.stderr.strip() or error)})"
     except (OSError, RuntimeError) as error:  # RuntimeError: of a home that nobody has
         return f"they cannot be kept ({_line(error)}): DECODELAB_NATIVE may name another folder"
     return None
@@ -101,9 +102,10 @@ def _line(told: object) -> str:
     return " ".join(str(told).split())[:200]
 
 
-def _compiler() -> str | None:
-    named = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next((found for name in named if (found := shutil.which(name))), None)
+def _compiler() -> list[str] | None:
+    """The command that begins with it: CXX may hold arguments too."""
+    named = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["g++"], ["clang++"], ["c++"]]
+    return next(([found, *rest] for name, *rest in named if (found := shutil.which(name))), None)
 
 
 def _sources() -> list[Path]:
@@ -115,24 +117,24 @@ def _path() -> Path:
     """Of this code, compiler and processor."""
     compiler = _compiler()
     assert compiler is not None
-    version = _run([compiler, "--version"])
-    target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+    version = _run([*compiler, "--version"])
+    target = _run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
     here = Path(__file__).parent
     code = [file.read_text(encoding="utf-8") for file in (*_sources(), *sorted(here.glob("**/native.h")))]
-    about = "\n".join([version, target, *_FLAGS, torch.__version__, *code])
+    about = "\n".join([version, target, *compiler[1:], *_FLAGS, torch.__version__, *code])
     given = os.environ.get("DECODELAB_NATIVE") or cache_dir() / "native"
     folder = Path(given).expanduser().absolute()  # a bare name would be looked for in the system's folders
     return folder / f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: list[str], path: Path) -> None:
     """Whole or not at all: several processes may come to it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         # two pools of threads would wait for each other's cores: PyTorch's own is the one to link with
         threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))[:1]]
-        parts = [compiler, *_FLAGS, *map(str, _sources()), "-o", str(made), *threads]
+        parts = [*compiler, *_FLAGS, *map(str, _sources()), "-o", str(made), *threads]
         _run(parts)
         os.replace(made, path)
 

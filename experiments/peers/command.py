@@ -375,6 +375,9 @@ def _prompts(entry: Entry, source: Source) -> tuple[list[Prompt], list[str]]:
                 f"{prompt.id}: the prompt has {len(prompt.ids)} tokens, task.max_new_tokens={limit}, and the context "
                 f"holds {context}; shorten one of them"
             )
+    mean, rows = sum(len(prompt.ids) for prompt in found) // len(found) + limit // 2, max(entry.config.peers.rows)
+    if mean + rows > context:
+        raise UserError(f"peers.rows={rows} behind {mean} tokens, and the context holds {context}: take fewer rows")
     several = sum(item.turns > 1 for item in task.items)
     return found, [f"of {counted(several, 'conversation')} the first turn alone was asked"] if several else []
 

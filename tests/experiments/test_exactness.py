@@ -263,7 +263,7 @@ def baseline(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Chooses the baseline, which is otherwise the faster one."""
 
     def choose(kind: str) -> None:
-        def warm_up(self: measure.Sides, requests: Any) -> None:
+        def warm_up(self: measure.Sides, *_: Any) -> None:
             self._warm, self.baseline_kind = True, kind
 
         monkeypatch.setattr(measure.Sides, "warm_up", warm_up)

@@ -128,6 +128,7 @@ def test_an_interrupt_keeps_what_was_measured(peers, monkeypatch, capsys: pytest
         (["peers.rows=[8]"], r"peers\.rows needs 1, the plain step"),
         (["peers.assisted=[2,2]"], r"peers\.assisted lists different numbers of at least 1"),
         (["task.max_new_tokens=120"], r"the prompt has \d+ tokens, task.max_new_tokens=120, and the context holds 128"),
+        (["peers.rows=[1,900]"], r"peers.rows=900 behind \d+ tokens, and the context holds 128: take fewer rows"),
         (["-m", "threads=1,2"], "threads is one for all cells of peers"),
     ],
 )

@@ -135,6 +135,16 @@ def test_products_are_the_same_without_instructions_for_bfloat16(
         assert torch.equal(layer(x[:rows]), got[:rows])
 
 
+def test_a_compiler_may_be_named_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := native.missing()) is not None:
+        pytest.skip(why)
+    plain, (compiler, *_) = native._path(), native._compiler() or [""]
+    monkeypatch.setenv("CXX", f"{compiler} -O2")
+    native._path.cache_clear()
+    assert native._compiler() == [compiler, "-O2"]
+    assert native._path() != plain
+
+
 def anew_from(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DECODELAB_NATIVE", folder)
     native.missing.cache_clear()
