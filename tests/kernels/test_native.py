@@ -41,6 +41,7 @@ def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_them_it_says_why(name: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cpu._is_vnni_supported():
         why = "no AVX-512"
+    monkeypatch.delenv("DECODELAB_NATIVE", raising=False)
     monkeypatch.setenv(name, value)
     assert native.library() is None
     with pytest.raises(AssertionError, match=why):
