@@ -44,7 +44,7 @@ from .findings import Race, findings
 from .ours import Ours, contender, name_of
 from .race import Contender, Forward, Kind, Prompt, race
 
-RESULT, TURNS, TABLE = "peers.json", "turns.jsonl", "peers.txt"
+RESULT, TURNS = "peers.json", "turns.jsonl"
 SCHEMA = 1
 _DEFAULT = "transformers assisted"  # as it comes
 
@@ -129,7 +129,7 @@ def peers(cells: Sequence[Cell], configs: Sequence[RunConfig], config_dirs: Sequ
             write_atomic(folder / RESULT, json.dumps(found, indent=1, default=str) + "\n")
             table.show(done, console)
             console.print()
-            with (folder / TABLE).open("a", encoding="utf-8") as lines:
+            with (folder / table.FILE).open("a", encoding="utf-8") as lines:
                 table.show(done, Console(file=lines, width=100, highlight=False, markup=False))
                 lines.write("\n")
             if done["interrupted"]:

@@ -10,6 +10,8 @@ from rich.text import Text
 from ..format import BUSY, counted, interval, number, percent, seconds, size
 from ..table import columns
 
+FILE = "peers.txt"  # that tables are kept in
+
 _NAME = 24  # characters of a contender's name
 _WHO = 40  # of two
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import UserError
 from ..files import read_result, result_files
+from ..peers import table
 from ..sweep import cells
 
 _MOST = 1e300
@@ -56,7 +57,9 @@ def find(roots: Iterable[Path]) -> Found:
             continue
         files = result_files(root)
         jobs = sorted(root.rglob(cells.JOB)) if root.is_dir() else []
-        if not files and not jobs:
+        races = sorted(root.rglob(table.FILE)) if root.is_dir() else []
+        notes += [f"{race.parent} is a race of `decodelab peers`: {race} has its tables" for race in races]
+        if not files and not jobs and not races:
             notes.append(f"there is no run under {root}")
         for job in jobs:
             # a sweep may be at work, so that what is running counts as running

@@ -44,9 +44,12 @@ def test_what_cannot_be_read_is_a_line_and_harms_no_other(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(text, encoding="latin-1")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "peers.txt").touch()
     found = find([tmp_path, tmp_path / "absent", tmp_path / "empty"])
     assert [run.folder.name for run in found.runs] == ["good"]
     assert found.notes == (
+        f"{tmp_path}/race is a race of `decodelab peers`: {tmp_path}/race/peers.txt has its tables",
         f"{tmp_path}/bytes/result.json cannot be read (UnicodeDecodeError); delete it and run again",
         f"{tmp_path}/deep/result.json cannot be read (RecursionError); delete it and run again",
         f"{tmp_path}/lacks/result.json is damaged: it has no config; delete it and run again",
