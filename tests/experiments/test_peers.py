@@ -19,9 +19,12 @@ from decodelab.experiments.exactness import Divergence
 from decodelab.experiments.peers import llama, resident
 from decodelab.experiments.peers.bars import Facts, bars
 from decodelab.experiments.peers.findings import Race, findings
+from decodelab.experiments.peers.ours import Ours
 from decodelab.experiments.peers.race import Contender, Forward, Measured, Prompt, race
 from decodelab.experiments.statistics import Interval
+from decodelab.kernels import native
 from decodelab.tests.experiments.bench import ROWS, Bench, strict
+from decodelab.tests.experiments.tiny_lab import tiny_lab
 
 SWEEP = "sweep=[{drafting: none, quantization: [none, w8a8]}, {drafting: prompt_lookup}, %s]"
 
@@ -338,6 +341,14 @@ def test_llama_cpp_itself():
     assert lookup.tokens == plain.tokens
     assert lookup.steps < plain.steps == 15
     assert peer.forward(40, 8)(8) > 0
+
+
+def test_arithmetic_is_what_our_kernels_took_behind_the_first_token(monkeypatch: pytest.MonkeyPatch):
+    lab = tiny_lab()
+    clock = iter([3.0, 3.25])
+    monkeypatch.setattr(native, "seconds", lambda: next(clock))
+    monkeypatch.setattr(type(lab.target), "implementation", {"attention": "native"})
+    assert Ours(lab, 4, 0, {}).run(Prompt("a", (5, 9, 7), ())).arithmetic_s == 0.25
 
 
 def test_resident_memory_is_what_the_model_added(peers, monkeypatch: pytest.MonkeyPatch):

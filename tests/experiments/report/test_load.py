@@ -62,6 +62,7 @@ def test_what_cannot_be_read_is_a_line_and_harms_no_other(tmp_path: Path):
         f"there is no folder {tmp_path}/absent",
         f"there is no run under {tmp_path}/empty",
     )
+    assert len(find([tmp_path / "race"]).notes) == 1
 
 
 @pytest.mark.parametrize(
